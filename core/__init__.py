@@ -1,0 +1,1 @@
+"""What every part of Baton agrees on. Imports the standard library only."""

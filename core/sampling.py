@@ -1,0 +1,85 @@
+"""How the next token is chosen: the parameters, their limits, and the random draw."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+from core.errors import InvalidRequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling, with every default resolved except `max_tokens` and `seed` (the router fills them).
+
+    `stop` is matched on text by the router; everything else is obeyed by the engine. `seed` is set for every request, so
+    that prefill, decode and a retry draw the same numbers.
+    """
+
+    temperature: float = 1.0  # 0 is greedy; ties go to the lowest id
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    max_tokens: int | None = None  # None: the rest of the context
+    min_tokens: int = 0  # no EOS, stop id or stop string ends the answer before
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # the matched stop string or stop token stays in the text
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k best ones'
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        # `not (low <= x <= high)` also catches NaN, for which every comparison is false.
+        _check("temperature", self.temperature, 0.0, 100.0)
+        if 0.0 < self.temperature < 1e-4:
+            raise InvalidRequestError("temperature", f"{self.temperature} is below 0.0001; use 0 for greedy")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError("top_p", f"{self.top_p} is not in (0, 1]")
+        _check("top_k", self.top_k, 0, 2**31 - 1)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens", f"{self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.seed is not None:
+            _check("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError("stop", f"{len(self.stop)} strings, at most {MAX_STOP_STRINGS}")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InvalidRequestError("stop", f"a string of {len(text)} characters; each needs 1 to {MAX_STOP_CHARS}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError("stop_token_ids", f"{len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken without a draw."""
+        return self.temperature == 0.0
+
+
+def _check(field: str, value: float, low: float, high: float) -> None:
+    if not (low <= value <= high) or not math.isfinite(value):
+        raise InvalidRequestError(field, f"{value} is not in [{low}, {high}]")
+
+
+def uniform_draw(seed: int, position: int) -> float:
+    """The random number in [0, 1) for one token: a function of (seed, position) alone.
+
+    Args:
+        seed: the request's 64-bit seed, signed or not.
+        position: index of the token in the answer, from 0.
+    Source: counter-based generation (Salmon et al., SC 2011), here with BLAKE2b as the mixing function: the same on every
+        machine, whatever else shares the batch.
+    """
+    counter = (seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
+    word = hashlib.blake2b(counter, digest_size=8).digest()
+    return (int.from_bytes(word, "little") >> 11) / 2**53

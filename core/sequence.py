@@ -1,0 +1,90 @@
+"""What a service hands to an engine, and what the engine hands back after each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from core.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """One sequence for an engine to run; its blocks are already reserved for all it may ever write."""
+
+    sequence_id: str  # unique in the worker
+    prompt: tuple[int, ...]
+    sampling: SamplingParams  # max_tokens and seed are set
+    eos_token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]  # holds prompt + max_tokens
+    num_computed_tokens: int = 0  # tokens whose KV is in the blocks already
+    output: tuple[int, ...] = ()  # tokens sampled elsewhere: the first one, after a hand-off
+    prefill_only: bool = False  # ends after one sampled token without a finish reason; the hand-off goes on elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, before temperature and filters) at one position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What one step gave one sequence. `has_ended` outputs are the last: after one, its blocks may be released."""
+
+    sequence_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_computed_tokens: int = 0  # KV in the blocks after this step
+    has_ended: bool = False
+    finish_reason: FinishReason | None = None  # None with has_ended: a prefill_only sequence that goes on elsewhere
+    matched_stop_id: int | None = None  # the EOS or stop token that ended it
+    error: str = ""  # with finish_reason "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One engine step: every sequence that moved, in one message."""
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    num_waiting: int = 0  # sequences whose prompt is not computed yet
+    num_running: int = 0  # sequences that decode
+    num_waiting_tokens: int = 0  # prompt tokens not computed yet
+    step_s: float = 0.0
+
+
+StepListener = Callable[[StepResult], None]
+
+
+class Engine(Protocol):
+    """Runs sequences step by step in its own thread. Every method may be called from any thread and returns at once."""
+
+    def start(self, listener: StepListener) -> None:
+        """Begin. `listener` is called in the engine's thread after every step; it must not block."""
+
+    def submit(self, spec: SequenceSpec) -> None:
+        """Add a sequence. It always ends with one output with `has_ended`."""
+
+    def abort(self, sequence_id: str) -> None:
+        """End a sequence at the next step border with finish_reason "abort"; unknown or ended ids are ignored."""
+
+    def stalled_s(self) -> float:
+        """Seconds the current step has been running; 0 when idle. Readiness looks at it."""
+
+    def stop(self) -> None:
+        """End every sequence with "abort", then the thread. Returns when both are done."""
+
+
+class BlockMemory(Protocol):
+    """The bytes of KV blocks, for those who move them."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+
+    def view(self, block: int) -> memoryview:
+        """The writable bytes of one block, shared with the engine, not copied."""
