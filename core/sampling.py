@@ -56,7 +56,9 @@ class SamplingParams:
             raise InvalidRequestError("stop", f"{len(self.stop)} strings, at most {MAX_STOP_STRINGS}")
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
-                raise InvalidRequestError("stop", f"a string of {len(text)} characters; each needs 1 to {MAX_STOP_CHARS}")
+                raise InvalidRequestError(
+                    "stop", f"a string of {len(text)} characters; each needs 1 to {MAX_STOP_CHARS}"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError("stop_token_ids", f"{len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
 

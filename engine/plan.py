@@ -1,0 +1,47 @@
+"""What one step computes: decided by pure functions (`engine.scheduler`), carried out by a runner."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.sequence import TokenLogprobs
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `num_tokens` uncomputed tokens of one sequence: 1 for a decode, many for a piece of prompt."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk reaches the newest known token, so that its last row gives the next one."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Decodes first, then prompt chunks. Empty: nothing to do."""
+
+    chunks: Seq[Chunk] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled token, with its logprobs if the sequence asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Runner(Protocol):
+    """Computes a plan. The engine's thread calls it, one plan at a time."""
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """Write the KV of every chunk's tokens into its sequence's blocks; sample where `chunk.samples`.
+
+        Returns:
+            One Sampled for each chunk that samples, in the plan's order. The sequences themselves are not changed.
+        """

@@ -1,0 +1,113 @@
+"""What the edges (gRPC, HTTP) ask of the router's core, and what they get back. Neither edge knows the other."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from core.sampling import SamplingParams
+from core.sequence import FinishReason, TokenLogprobs
+
+Path = Literal["disaggregated", "local_prefill", "aggregated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message of a chat; `content` is plain text (an edge joins text parts)."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """One request as an edge understood it. Exactly one of `text`, `token_ids`, `chat` is not None."""
+
+    request_id: str = ""  # made by the core when empty
+    model: str = ""  # empty: the only model served
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: tuple[ChatMessage, ...] | None = None
+    sampling: SamplingParams
+    timeout_s: float | None = None  # time left of the client's deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Text and tokens new since the last chunk. Either may be empty: text waits for whole characters and stop strings.
+
+    `logprobs` has one entry for each of `token_ids` when they were asked for.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Milliseconds from arrival at the router to the last token; the parts sum to `e2e_ms`."""
+
+    queue_ms: float = 0.0
+    route_ms: float = 0.0
+    reserve_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    adopt_ms: float = 0.0
+    first_decode_ms: float = 0.0
+    decode_ms: float = 0.0
+    e2e_ms: float = 0.0
+    ttft_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The end of one answer; nothing follows it."""
+
+    finish_reason: FinishReason
+    matched_stop: str = ""  # the stop string, or the decimal id of the stop token
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    timings: Timings
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """One served model."""
+
+    name: str
+    revision: str
+    max_model_len: int
+    vocab_size: int
+
+
+class RouterCore(Protocol):
+    """The router behind its edges."""
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk | Done]:
+        """Stream one answer: chunks, then one Done. Closing the iterator early aborts the request.
+
+        Raises:
+            ServingError: from the first or any later step; what was yielded before stands, and no Done follows.
+        """
+
+    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+        """The token ids of a text, special tokens of a bare prompt included."""
+
+    async def detokenize(self, model: str, token_ids: tuple[int, ...]) -> str:
+        """The text of token ids, special tokens kept."""
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """The models that can be asked for, served at this moment or not."""
+
+    def is_ready(self) -> bool:
+        """Whether a request sent now would find workers."""
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads alone, for logprobs: its text, special tokens by their name."""
+
+    def loads(self) -> Mapping[str, Mapping[str, float]]:
+        """Per worker id: what it last reported (running, waiting, free_blocks, total_blocks)."""
