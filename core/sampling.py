@@ -16,8 +16,8 @@ MAX_STOP_TOKEN_IDS = 256
 class SamplingParams:
     """One request's sampling, with every default resolved except `max_tokens` and `seed` (the router fills them).
 
-    `stop` is matched on text by the router; everything else is obeyed by the engine. `seed` is set for every request, so
-    that prefill, decode and a retry draw the same numbers.
+    `stop` is matched on text by the router; everything else is obeyed by the engine. `seed` is set for every request,
+    so that prefill, decode and a retry draw the same numbers.
     """
 
     temperature: float = 1.0  # 0 is greedy; ties go to the lowest id
@@ -79,8 +79,8 @@ def uniform_draw(seed: int, position: int) -> float:
     Args:
         seed: the request's 64-bit seed, signed or not.
         position: index of the token in the answer, from 0.
-    Source: counter-based generation (Salmon et al., SC 2011), here with BLAKE2b as the mixing function: the same on every
-        machine, whatever else shares the batch.
+    Source: counter-based generation (Salmon et al., SC 2011), here with BLAKE2b as the mixing function: the same on
+        every machine, whatever else shares the batch.
     """
     counter = (seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
     word = hashlib.blake2b(counter, digest_size=8).digest()

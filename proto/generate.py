@@ -1,4 +1,4 @@
-"""Regenerate the gRPC stubs under proto/baton/v1; `make proto` runs it and a test compares its output with what is committed."""
+"""Regenerate the gRPC stubs under proto/baton/v1 (`make proto`); a test compares its output with what is committed."""
 
 import sys
 from importlib import resources
@@ -13,14 +13,8 @@ def generate(out: Path) -> None:
     """Write the stubs of every .proto here into `out`/baton/v1."""
     protos = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("baton/v1/*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
-    arguments = [
-        "protoc",
-        f"-I{ROOT}",
-        f"-I{well_known}",
-        f"--python_out={out}",
-        f"--pyi_out={out}",
-        f"--grpc_python_out={out}",
-    ]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}", *outputs]
     if protoc.main([*arguments, *protos]) != 0:
         sys.exit("protoc failed")
 
