@@ -1,0 +1,59 @@
+"""What a worker measures. Names are public: dashboards use them."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class WorkerMetrics:
+    """Metrics of one prefill or decode worker in a registry of its own.
+
+    Args:
+        registry: where they are collected.
+        pool: prefill or decode.
+        model: the served model's name.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, pool: str, model: str, block_tokens: int, total_blocks: int
+    ) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ["model_name"], registry=registry).labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model)
+
+        self.running = gauge("vllm:num_requests_running", "Sequences that compute in this worker's engine.")
+        self.waiting = gauge("vllm:num_requests_waiting", "Sequences held whose prompt or KV is not complete.")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens sampled.")
+        self.step_seconds = Histogram("baton_engine_step_seconds", "Duration of engine steps.", registry=registry)
+        Gauge("vllm:cache_config_info", "The KV cache.", ["block_size", "num_gpu_blocks"], registry=registry).labels(
+            str(block_tokens), str(total_blocks)
+        ).set(1)
+
+        blocks = Gauge("baton_kv_blocks", "KV blocks by state.", ["pool", "state"], registry=registry)
+        self.blocks = {state: blocks.labels(pool, state) for state in ("free", "used", "cached", "reserved")}
+        self.transfer_seconds = Histogram(
+            "baton_kv_transfer_seconds",
+            "First frame to the end of a KV transfer.",
+            buckets=TRANSFER_BUCKETS_S,
+            registry=registry,
+        )
+        self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes moved.", registry=registry)
+        self.transfers = Counter(
+            "baton_kv_transfers", "KV transfers by how they ended.", ["outcome"], registry=registry
+        )
+        self.transfers_inflight = Gauge("baton_kv_transfers_inflight", "KV transfers open.", registry=registry)
+        self.leases_expired = Counter("baton_kv_leases_expired", "KV leases nobody extended.", registry=registry)
+        self.frames_dropped = Counter("baton_kv_frames_dropped", "KV frames dropped.", ["reason"], registry=registry)
+
+    def set_blocks(self, free: int, used: int, reserved: int) -> None:
+        """The pool's state: reserved blocks wait for KV that is on its way, used ones are computed or computing."""
+        self.blocks["free"].set(free)
+        self.blocks["used"].set(used)
+        self.blocks["reserved"].set(reserved)
+        self.blocks["cached"].set(0)
+        total = free + used + reserved
+        self.kv_usage.set((total - free) / total if total else 0.0)
