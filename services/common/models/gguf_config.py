@@ -121,7 +121,9 @@ def _refuse_extras(file: GGUFFile) -> None:
 def _refuse_other(file: GGUFFile, key: str, only: int, piece: str) -> None:
     value = file.get(f"{file.architecture}.{key}", int, only)
     if value != only:
-        raise ModelError(f"{file.path}: needs {piece} ({key}={value}, head dimension {only}), which Baton does not have")
+        raise ModelError(
+            f"{file.path}: needs {piece} ({key}={value}, head dimension {only}), which Baton does not have"
+        )
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] | None:
@@ -153,7 +155,9 @@ def _llama3_scaling(
     if np.all(factors == 1):
         return None
     factor = _shortest(float(factors.max()))
-    if factors.shape != (head_dim // 2,) or not np.allclose(factors, llama3_factors(factor, theta, head_dim), rtol=1e-4):
+    if factors.shape != (head_dim // 2,) or not np.allclose(
+        factors, llama3_factors(factor, theta, head_dim), rtol=1e-4
+    ):
         raise ModelError(f"{file.path}: needs the frequency factors of rope_freqs.weight, which are not Llama 3's")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 

@@ -6,7 +6,7 @@ Two kinds: byte-level BPE (`tokenizer.ggml.model` = gpt2), whose word splitting 
 from enum import IntEnum
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from core.errors import ConfigError, ModelError
 from services.common.models.gguf_file import GGUFFile
@@ -35,7 +35,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """
     kind = file.require("tokenizer.ggml.model", str)
     if file.get("tokenizer.ggml.add_eos_token", bool, False):
-        raise ModelError(f"{file.path}: needs add_eos_token, an end token after every prompt, which Baton does not have")
+        raise ModelError(
+            f"{file.path}: needs add_eos_token, an end token after every prompt, which Baton does not have"
+        )
     tokens = file.require("tokenizer.ggml.tokens", list)
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -46,7 +48,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     elif kind == "llama":
         tokenizer, adds_bos = _sentencepiece(file, vocab), True
     else:
-        raise ModelError(f"{file.path}: needs tokenizer {kind}; Baton has gpt2 (byte-level BPE) and llama (SentencePiece)")
+        raise ModelError(
+            f"{file.path}: needs tokenizer {kind}; Baton has gpt2 (byte-level BPE) and llama (SentencePiece)"
+        )
     tokenizer.add_tokens(_added_tokens(file, tokens))
     if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos):
         tokenizer.post_processor = _bos_template(tokens, _token_id(file, "bos"))
@@ -163,4 +167,6 @@ def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
 
 def _bos_template(tokens: list[str], bos_id: int) -> Any:
     bos = tokens[bos_id]
-    return processors.TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)])
+    return processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
+    )

@@ -73,7 +73,9 @@ def weights_of(file: GGUFFile, num_layers: int) -> list[Weight]:
         if name not in file.tensors and name != "output.weight":  # tied to token_embd
             raise ConfigError(f"{file.path}: has no tensor {name}")
     return [
-        Weight(name, names[name], file.shape(name), is_interleaved and name.endswith(("attn_q.weight", "attn_k.weight")))
+        Weight(
+            name, names[name], file.shape(name), is_interleaved and name.endswith(("attn_q.weight", "attn_k.weight"))
+        )
         for name in file.tensors
         if name in names
     ]
