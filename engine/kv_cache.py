@@ -1,0 +1,52 @@
+"""The tensor that holds every KV block of a worker, and its bytes for those who move blocks."""
+
+import torch
+
+from core.errors import ConfigError
+from core.layout import KVLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVCache:
+    """KV blocks, `[block, layer, k/v, kv_head, token, dim]`. Implements `core.sequence.BlockMemory`."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        """Allocate zeroed blocks.
+
+        Args:
+            layout: what one block is.
+            num_blocks: how many.
+            device: where they live.
+        Raises:
+            ConfigError: there is not one block, or no memory for so many.
+        """
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {layout.block_bytes} bytes: need at least 1; give more memory"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        try:
+            self.tensor = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+        except RuntimeError as error:  # torch has no narrower class for a failed allocation on the CPU
+            raise ConfigError(f"{num_blocks} KV blocks of {layout.block_bytes} bytes do not fit: {error}") from error
+        # One row of bytes per block; numpy has no bfloat16, and a memoryview needs no dtype.
+        self._bytes = None if device.type != "cpu" else self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.layout.block_bytes
+
+    def view(self, block: int) -> memoryview:
+        """The writable bytes of one block, shared with the engine, not copied.
+
+        Raises:
+            IndexError: no such block.
+        """
+        assert self._bytes is not None, "blocks on a device have no host bytes"
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} is not in [0, {self.num_blocks})")
+        return memoryview(self._bytes[block])

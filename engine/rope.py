@@ -1,0 +1,81 @@
+"""Rotary frequencies of every scaling Baton knows, equal to those of transformers."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from core.model_config import RopeConfig
+
+
+class RotaryEmbedding:
+    """cos and sin of every token's angles. They depend on the token alone, never on how a prompt is cut."""
+
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+        self._config = config
+        self._inv_freq = _inverse_frequencies(config).to(device)
+
+    def angles(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute what `kernels.rope` takes.
+
+        Args:
+            positions: [n] int64, each token's position.
+            prompt_lens: [n] int64, the prompt length of each token's sequence; only dynamic scaling looks at it.
+        Returns:
+            cos and sin, [n, rotary_dim / 2] float32 each.
+        """
+        inv_freq = self._inv_freq
+        if self._config.kind == "dynamic":
+            inv_freq = self._dynamic(torch.maximum(prompt_lens, positions + 1))
+        angles = positions[:, None].float() * inv_freq
+        return angles.cos() * self._config.attention_factor, angles.sin() * self._config.attention_factor
+
+    def _dynamic(self, lens: Tensor) -> Tensor:
+        """[n, rotary_dim / 2]: the base grows with the length a token's KV was computed at (dynamic NTK scaling)."""
+        config = self._config
+        ratio = lens.clamp_min(config.original_max_tokens).float() / config.original_max_tokens
+        growth = (config.factor * ratio - (config.factor - 1)) ** (config.rotary_dim / (config.rotary_dim - 2))
+        return 1.0 / (config.theta * growth[:, None]) ** _exponents(config).to(lens.device)
+
+
+def _exponents(config: RopeConfig) -> Tensor:
+    return torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+
+
+def _inverse_frequencies(config: RopeConfig) -> Tensor:
+    """[rotary_dim / 2] float32."""
+    inv_freq = 1.0 / config.theta ** _exponents(config)
+    match config.kind:
+        case "linear":
+            return inv_freq / config.factor
+        case "llama3":
+            return _llama3(config, inv_freq)
+        case "yarn":
+            return _yarn(config)
+        case "default" | "dynamic":
+            return inv_freq
+
+
+def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, and those between blended."""
+    wavelengths = 2 * math.pi / inv_freq
+    low, high = config.low_freq_factor, config.high_freq_factor
+    smooth = ((config.original_max_tokens / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inv_freq / config.factor + smooth * inv_freq
+
+
+def _yarn(config: RopeConfig) -> Tensor:
+    """Source: YaRN (Peng et al., ICLR 2024), section 3.2."""
+
+    def correction_dim(rotations: float) -> float:
+        scale = math.log(config.original_max_tokens / (rotations * 2 * math.pi))
+        return config.rotary_dim * scale / (2 * math.log(config.theta))
+
+    low, high = correction_dim(config.beta_fast), correction_dim(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    steps = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
+    ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = config.theta ** _exponents(config)
+    return ramp / (config.factor * frequencies) + (1 - ramp) / frequencies

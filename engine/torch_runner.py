@@ -1,0 +1,214 @@
+"""Carries out step plans with torch: builds the batch, runs the model, samples."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.layout import Fingerprint, KVLayout
+from core.model_config import ModelConfig, load_model_config
+from core.sampling import SamplingParams
+from core.sequence import SequenceSpec
+from engine.kv_cache import DTYPES, KVCache
+from engine.model import Batch, ChunkRows, Model
+from engine.plan import Chunk, Sampled, StepPlan
+from engine.sampler import sample
+from engine.sequence import Sequence
+from engine.weights import Progress, WeightReader, weights_hash
+from kernels.linear import is_native
+
+
+class TorchRunner:
+    """Implements `engine.plan.Runner`. Knows nothing from one step to the next but the cache."""
+
+    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+        """Join a model and the cache its KV goes to.
+
+        Args:
+            model: on the cache's device.
+            kv_cache: of the model's layout and dtype.
+        """
+        assert kv_cache.tensor.dtype == model.dtype, "KV is stored in the model's dtype"
+        self._model = model
+        self._cache = kv_cache.tensor
+        self._block_tokens = kv_cache.layout.block_tokens
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """Compute one step; see `engine.plan.Runner`.
+
+        Raises:
+            InternalError: the model computed no usable logits for a sequence.
+        """
+        if not plan.chunks:
+            return []
+        # Single tokens of any kind go through decode attention, which takes them all at once.
+        order = sorted(plan.chunks, key=lambda chunk: chunk.num_tokens > 1)
+        hidden = self._model.forward(self._batch(order), self._cache)
+        last_rows, row = {}, 0
+        for chunk in order:
+            row += chunk.num_tokens
+            last_rows[chunk.sequence.spec.sequence_id] = row - 1
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        if not sampling:
+            return []
+        rows = torch.tensor([last_rows[sequence.spec.sequence_id] for sequence in sampling])
+        logits = self._model.logits(hidden[rows.to(hidden.device)])
+        return sample(logits.cpu(), sampling)
+
+    def warm_up(self) -> None:
+        """Run a small prompt and one decode, so that the first request meets no first-call cost.
+
+        Call it before any sequence exists: it writes into block 0.
+        """
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
+        spec = SequenceSpec(
+            sequence_id="warm-up",
+            prompt=(0,) * (self._block_tokens - 1),
+            sampling=sampling,
+            eos_token_ids=(),
+            block_table=(0,),
+        )
+        sequence = Sequence(spec)
+        while sequence.num_output_tokens < 2 and sequence.num_computed_tokens < self._block_tokens:
+            chunk = Chunk(sequence, sequence.num_uncomputed_tokens)
+            sampled = self.run(StepPlan((chunk,)))
+            sequence.num_computed_tokens += chunk.num_tokens
+            sequence.token_ids.append(sampled[0].token_id)
+
+    def _batch(self, chunks: Seq[Chunk]) -> Batch:
+        """Flatten chunks, single tokens first, into tensors."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        prompt_lens: list[int] = []
+        blocks: list[int] = []
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+            span = range(start, start + chunk.num_tokens)
+            table = sequence.spec.block_table
+            tokens += sequence.token_ids[span.start : span.stop]
+            positions += span
+            prompt_lens += [len(sequence.spec.prompt)] * len(span)
+            blocks += [table[position // self._block_tokens] for position in span]
+        decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
+        where = self._tensor(positions)
+        return Batch(
+            token_ids=self._tensor(tokens),
+            positions=where,
+            prompt_lens=self._tensor(prompt_lens),
+            blocks=self._tensor(blocks),
+            offsets=where % self._block_tokens,
+            num_decodes=len(decodes),
+            decode_tables=self._decode_tables(decodes),
+            chunks=tuple(
+                ChunkRows(self._tensor(self._used_blocks(chunk)), chunk.sequence.num_computed_tokens, chunk.num_tokens)
+                for chunk in chunks[len(decodes) :]
+            ),
+        )
+
+    def _used_blocks(self, chunk: Chunk) -> Seq[int]:
+        """The sequence's blocks up to the chunk's end."""
+        end = chunk.sequence.num_computed_tokens + chunk.num_tokens
+        return chunk.sequence.spec.block_table[: -(-end // self._block_tokens)]
+
+    def _decode_tables(self, decodes: Seq[Chunk]) -> Tensor:
+        tables = [self._used_blocks(chunk) for chunk in decodes]
+        width = max(map(len, tables), default=0)
+        return self._tensor([[*table, *[0] * (width - len(table))] for table in tables])
+
+    def _tensor(self, values: Seq[int] | Seq[Seq[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Everything a worker needs of one loaded model."""
+
+    runner: TorchRunner
+    kv_cache: KVCache
+    config: ModelConfig
+    layout: KVLayout
+    fingerprint: Fingerprint
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """The dtype "auto" stands for: bfloat16 where the device multiplies it natively, else float32.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name == "auto":
+        return "bfloat16" if is_native(torch.bfloat16, device) else "float32"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name}: must be auto, {', '.join(DTYPES)}")
+    return name
+
+
+def load_runner(
+    folder: Path,
+    *,
+    model: str,
+    revision: str = "",
+    dtype: str = "auto",
+    device: str = "cpu",
+    block_tokens: int = 16,
+    num_blocks: int | None = None,
+    kv_memory_bytes: int | None = None,
+    threads: int | None = None,
+    load_progress: Progress | None = None,
+    hash_progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model folder and allocate its KV blocks. Takes seconds; call `runner.warm_up()` afterwards.
+
+    Args:
+        folder: a Hugging Face model folder with safetensors.
+        model, revision: what the fingerprint calls it; equal on all workers that exchange KV.
+        dtype: auto, float32, bfloat16 or float16, of weights, activations and KV.
+        device: a torch device name.
+        block_tokens: tokens in one KV block; a power of two.
+        num_blocks: how many KV blocks; or
+        kv_memory_bytes: memory to fill with them. Exactly one of the two is given.
+        threads: compute threads of this process; None leaves torch's choice.
+        load_progress: called with (bytes, total bytes) while weights are read.
+        hash_progress: the same while weights without known checksums are hashed.
+    Raises:
+        ModelError: the folder needs a piece Baton does not have, or is damaged.
+        ConfigError: any other value that cannot work.
+    """
+    if (num_blocks is None) == (kv_memory_bytes is None):
+        raise ConfigError("give either a number of KV blocks or the memory for them")
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: must be at least 1")
+        torch.set_num_threads(threads)
+    place = torch.device(device)
+    dtype = resolve_dtype(dtype, place)
+    config = load_model_config(folder)
+    layout = config.kv_layout(block_tokens, dtype)
+    with WeightReader(folder, config, DTYPES[dtype], load_progress) as reader:
+        loaded = Model(config, reader, place)
+    kv_cache = KVCache(layout, _num_blocks(layout, num_blocks, kv_memory_bytes), place)
+    fingerprint = Fingerprint(
+        model=model,
+        revision=revision,
+        weights_hash=weights_hash(folder, hash_progress),
+        dtype=dtype,
+        kv_dtype=layout.dtype,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_tokens=block_tokens,
+    )
+    return LoadedModel(
+        runner=TorchRunner(loaded, kv_cache), kv_cache=kv_cache, config=config, layout=layout, fingerprint=fingerprint
+    )
+
+
+def _num_blocks(layout: KVLayout, num_blocks: int | None, kv_memory_bytes: int | None) -> int:
+    if num_blocks is not None:
+        return num_blocks
+    assert kv_memory_bytes is not None
+    return kv_memory_bytes // layout.block_bytes
