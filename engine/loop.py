@@ -158,7 +158,7 @@ class EngineLoop:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sampled = next(remaining) if chunk.samples else None
-            if not self._is_live(sequence):
+            if sequence.spec.sequence_id not in self._live:
                 continue
             sequence.num_computed_tokens += chunk.num_tokens
             if sampled is None:
@@ -184,13 +184,8 @@ class EngineLoop:
     def _fail(self, plan: StepPlan, error: str) -> Iterator[SequenceOutput]:
         """End the sequences of a step that failed; the others go on."""
         for chunk in plan.chunks:
-            if self._is_live(chunk.sequence):
-                del self._live[chunk.sequence.spec.sequence_id]
+            if self._live.pop(chunk.sequence.spec.sequence_id, None) is not None:
                 yield _ended(chunk.sequence, "error", error)
-
-    def _is_live(self, sequence: Sequence) -> bool:
-        # By identity: an aborted id may have been submitted again while the step ran.
-        return self._live.get(sequence.spec.sequence_id) is sequence
 
     def _result(self, outputs: list[SequenceOutput], step_s: float) -> StepResult:
         waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
