@@ -1,6 +1,6 @@
 """Models from the network into the store: a few known by name, and any Hugging Face repository where there is a hub.
 
-What was downloaded is kept under `<home>/downloads` until the model is in the store, so an interrupted fetch goes on from there.
+What was downloaded stays under `<home>/downloads` until the model is in the store: an interrupted fetch goes on from there.
 Nothing that is downloaded is ever executed.
 """
 
@@ -72,7 +72,8 @@ def fetch(model: str, store: ModelStore, progress: Progress = no_progress) -> Pa
         _hub_download(model, downloads)
         for path in downloads.iterdir():
             if path.is_file():
-                path.rename(folder / path.name)
+                # A second name for the same bytes: killed here, the next fetch still finds the download whole.
+                (folder / path.name).hardlink_to(path)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise ModelError(f"{model}: has no config.json or no safetensors weights")
         write_checksums(folder)
@@ -162,6 +163,6 @@ def _hub_download(repository: str, folder: Path) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        snapshot_download(repository, local_dir=folder, allow_patterns=_HUB_FILES)
+        snapshot_download(repository, local_dir=folder, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         raise ConfigError(f"{repository}: could not be downloaded from the model hub: {error}") from error

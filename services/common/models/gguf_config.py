@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import ModelError
+from core.errors import ConfigError, ModelError
 from services.common.models.gguf_file import GGUFFile
 
 
@@ -63,6 +63,8 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     hidden = file.require(f"{arch}.embedding_length", int)
     heads = file.require(f"{arch}.attention.head_count", int)
     layers = file.require(f"{arch}.block_count", int)
+    if min(hidden, heads, layers) < 1:
+        raise ConfigError(f"{file.path}: {hidden} dimensions, {heads} heads, {layers} layers: none may be 0")
     head_dim = file.get(f"{arch}.attention.key_length", int, hidden // heads)
     _refuse_other(file, "attention.value_length", head_dim, "values of another width than keys")
     _refuse_other(file, "rope.dimension_count", head_dim, "rotary embedding of a part of the head")
@@ -79,11 +81,13 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": _shortest(file.require(f"{arch}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _shortest(file.get(f"{arch}.rope.freq_base", float, 10000.0)),
-        "vocab_size": file.shape("token_embd.weight")[0],
+        "vocab_size": _vocab_size(file),
         "max_position_embeddings": context,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": False,
         "torch_dtype": "bfloat16",
+        # Always written: left out, transformers' classes fall back to their first model's ids.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **_token_ids(file),
     }
     scaling = _rope_scaling(file, config["rope_theta"], head_dim)
@@ -103,6 +107,13 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     ends = dict.fromkeys(file.require(key, int) for key in keys if file.has(key))
     return {**ids, "eos_token_id": list(ends)} if len(ends) > 1 else ids
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    rows, num_tokens = file.shape("token_embd.weight")[0], len(file.require("tokenizer.ggml.tokens", list))
+    if rows < num_tokens:  # more rows are padding
+        raise ConfigError(f"{file.path}: {num_tokens} tokens but {rows} embeddings")
+    return rows
 
 
 def _token_ids(file: GGUFFile) -> dict[str, int]:

@@ -29,7 +29,7 @@ class GGUFFile:
             raise ConfigError(f"{path}: no such file")
         try:
             self._reader = gguf.GGUFReader(path)
-        # What the reader raises on damaged bytes: its own ValueError and KeyError, and numpy's and codecs' on short or odd slices.
+        # What the reader raises on damaged bytes: its own ValueError and KeyError, and numpy's on short slices.
         except (ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
             raise ConfigError(f"{path}: not a readable GGUF file, or cut short ({error}); download it again") from error
         if self._reader.byte_order != "I":
@@ -44,21 +44,23 @@ class GGUFFile:
     def get(self, key: str, kind: type[T], default: T) -> T:
         """The value of `key`, or `default` when the file has none; lists come back as Python lists."""
         field = self._reader.get_field(key)
-        return default if field is None else self._typed(key, kind, field.contents())
+        return default if field is None else self._typed(key, kind, field)
 
     def require(self, key: str, kind: type[T]) -> T:
         """The value of `key`; ConfigError when the file lacks it."""
         field = self._reader.get_field(key)
         if field is None:
             raise ConfigError(f"{self.path}: has no {key}, so it cannot be imported")
-        return self._typed(key, kind, field.contents())
+        return self._typed(key, kind, field)
 
     def has(self, key: str) -> bool:
         """Whether the metadata holds `key`."""
         return self._reader.get_field(key) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor in row-major order (GGUF stores it the other way round)."""
+        """Shape of a tensor in row-major order (GGUF stores it the other way round); ConfigError when it is missing."""
+        if name not in self.tensors:
+            raise ConfigError(f"{self.path}: has no tensor {name}")
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def rows(self, name: str, start: int, stop: int) -> npt.NDArray[np.float32]:
@@ -76,7 +78,11 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {name} needs quantisation {tensor.tensor_type.name}") from error
         return values
 
-    def _typed(self, key: str, kind: type[T], value: Any) -> T:
+    def _typed(self, key: str, kind: type[T], field: Any) -> T:
+        try:
+            value = field.contents()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path}: {key} is damaged ({error}); download it again") from error
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind):

@@ -25,7 +25,7 @@ def import_gguf(source: Path, folder: Path, progress: Progress = no_progress) ->
     """
     file = GGUFFile(source)
     config = model_config(file)
-    weights = weights_of(file, config["num_hidden_layers"])
+    weights = weights_of(file, config)
     tokenizer = tokenizer_from_gguf(file)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation_config(file))

@@ -39,6 +39,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
             f"{file.path}: needs add_eos_token, an end token after every prompt, which Baton does not have"
         )
     tokens = file.require("tokenizer.ggml.tokens", list)
+    for key in ("token_type", "scores") if kind == "llama" else ("token_type",):
+        if (num_values := len(file.require(f"tokenizer.ggml.{key}", list))) != len(tokens):
+            raise ConfigError(f"{file.path}: tokenizer.ggml.{key} has {num_values} values for {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelError(f"{file.path}: needs a vocabulary with {len(tokens) - len(vocab)} repeated tokens")
@@ -149,8 +152,6 @@ def merges_from_scores(pieces: list[tuple[str, float]], vocab: dict[str, int]) -
 
 def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
     types = file.require("tokenizer.ggml.token_type", list)
-    if len(types) != len(tokens):
-        raise ConfigError(f"{file.path}: {len(types)} token types for {len(tokens)} tokens")
     # Phi-3 was trained with the white space after its control tokens dropped; GGUF has no field for it.
     is_phi3 = file.architecture == "phi3" and file.require("tokenizer.ggml.model", str) == "llama"
     return [

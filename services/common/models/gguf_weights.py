@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,28 +58,32 @@ class Weight:
     is_permuted: bool
 
 
-def weights_of(file: GGUFFile, num_layers: int) -> list[Weight]:
-    """Every tensor of the model, in the file's order.
+def weights_of(file: GGUFFile, config: dict[str, Any]) -> list[Weight]:
+    """Every tensor of the model, in the order of its layers.
 
+    Args:
+        file: the GGUF file.
+        config: its `config.json`.
     Raises:
         ModelError: the file holds a tensor the family has no place for; it is named.
-        ConfigError: the family needs a tensor the file lacks; it is named.
+        ConfigError: the family needs a tensor the file lacks, or of another shape; it is named.
     """
     is_interleaved = family_of(file).is_rope_interleaved
-    names = _expected(file.architecture, num_layers)
+    names = _expected(file.architecture, config["num_hidden_layers"])
     for name in file.tensors:
         if name not in names and name not in _DERIVED:
             raise ModelError(f"{file.path}: needs tensor {name}, which {file.architecture} has no place for in Baton")
+    shapes = _shapes(config)
+    weights = []
     for name in names:
-        if name not in file.tensors and name != "output.weight":  # tied to token_embd
-            raise ConfigError(f"{file.path}: has no tensor {name}")
-    return [
-        Weight(
-            name, names[name], file.shape(name), is_interleaved and name.endswith(("attn_q.weight", "attn_k.weight"))
-        )
-        for name in file.tensors
-        if name in names
-    ]
+        if name == "output.weight" and config["tie_word_embeddings"]:
+            continue
+        piece = name.split(".", 2)[2] if name.startswith("blk.") else name
+        if file.shape(name) != shapes[piece]:
+            raise ConfigError(f"{file.path}: tensor {name} has shape {file.shape(name)}, expected {shapes[piece]}")
+        is_permuted = is_interleaved and piece in ("attn_q.weight", "attn_k.weight")
+        weights.append(Weight(name, names[name], shapes[piece], is_permuted))
+    return weights
 
 
 def read_weights(
@@ -110,6 +115,30 @@ def undo_rotary_permutation(values: npt.NDArray[np.float32], head_dim: int) -> n
     """
     pairs = values.reshape(-1, head_dim // 2, 2, values.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    vectors = dict.fromkeys(("output_norm.weight", *_NORMS), (hidden,))
+    embeddings = dict.fromkeys(("token_embd.weight", "output.weight"), (config["vocab_size"], hidden))
+    return {
+        **vectors,
+        **embeddings,
+        "attn_q.weight": (queries, hidden),
+        "attn_k.weight": (keys, hidden),
+        "attn_v.weight": (keys, hidden),
+        "attn_q.bias": (queries,),
+        "attn_k.bias": (keys,),
+        "attn_v.bias": (keys,),
+        "attn_q_norm.weight": (head_dim,),
+        "attn_k_norm.weight": (head_dim,),
+        "attn_qkv.weight": (queries + 2 * keys, hidden),
+        "attn_output.weight": (hidden, queries),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner if config["model_type"] != "phi3" else 2 * inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
 
 
 def _expected(architecture: str, num_layers: int) -> dict[str, str]:

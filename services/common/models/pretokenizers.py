@@ -50,8 +50,8 @@ _DIGITS = Pretokenizer(splits_digits=True)
 
 PRETOKENIZERS: dict[str, Pretokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), _GPT2),
-    # llama.cpp and the published SmolLM tokenizer cut at digits before anything else. Their merges never join digits, so the
-    # one difference is white space before a digit ("\\n    0" is "\\n   ", " ", "0" here); the reference tokens were made this way.
+    # llama.cpp and SmolLM's own tokenizer.json cut at digits before anything else, transformers' GGUF reader does not. No merge
+    # joins digits, so only white space before one differs ("\\n    0" is "\\n   ", " ", "0" here); the reference tokens decide.
     "smollm": _GPT2,
     **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(

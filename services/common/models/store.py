@@ -96,6 +96,8 @@ class ModelStore:
         if not self.has(name):
             with file_lock(self.home / "locks" / f"{name}.lock"):
                 if not self.has(name):
+                    if folder.exists():
+                        raise ConfigError(f"{folder}: in the way, and not a whole model; remove it")
                     with staged_folder(folder) as staging:
                         build(staging)
         return folder
