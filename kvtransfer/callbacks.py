@@ -1,0 +1,31 @@
+"""What both ends do around their callers' code and their own background tasks."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+def notify(callback: Callable[[_T], None], value: _T) -> None:
+    """Call a caller's function; an exception in it is logged and ends nothing else."""
+    try:
+        callback(value)
+    except Exception:  # a bug in one caller must not stop every other transfer of this worker
+        _logger.exception("callback of a KV transfer failed")
+
+
+async def every(interval_s: float, action: Callable[[], None]) -> None:
+    """Run `action` for ever, whether or not anything else happens."""
+    while True:
+        await asyncio.sleep(interval_s)
+        action()
+
+
+async def stop(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks and wait until they are gone."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,182 @@
+"""What the KV transfer tests share: a pair of ends over any transport, and a lossy network."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from core.layout import Fingerprint
+from kvtransfer.config import TransferConfig
+from kvtransfer.inproc import ByteBlocks
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.sender import KVSender
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
+from kvtransfer.transport import Part, SendHandle, Socket, Transport
+
+BLOCK_BYTES = 256
+FINGERPRINT = Fingerprint(
+    model="tiny",
+    revision="1",
+    weights_hash="w",
+    dtype="float32",
+    kv_dtype="float32",
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=4,
+    block_tokens=4,
+)
+PROMPT = b"prompt"
+COMMITTED = Committed(first_token=7, num_prompt_tokens=9, prompt_hash=PROMPT)
+FAST = TransferConfig(
+    reserve_timeout_s=0.3,
+    connect_timeout_s=2.0,
+    idle_timeout_s=0.4,
+    commit_timeout_s=0.5,
+    drain_timeout_s=0.2,
+    lease_s=1.0,
+    heartbeat_s=0.03,
+    peer_timeout_s=0.3,
+    reconnect_s=0.01,
+    tick_s=0.005,
+    window_bytes=4 * BLOCK_BYTES,
+    max_message_bytes=2 * BLOCK_BYTES,
+)
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 (any condition, with nothing to set an event)
+            await asyncio.sleep(0.002)
+
+
+def fill(memory: ByteBlocks, block: int, seed: int) -> bytes:
+    """Give a block recognisable content."""
+    content = random.Random(seed).randbytes(memory.block_bytes)
+    memory.view(block)[:] = content
+    return content
+
+
+@dataclass
+class Ends:
+    """What both ends of one transfer reported."""
+
+    ticket: Ticket
+    received: list[TransferOutcome] = field(default_factory=list)
+    sent: list[TransferOutcome] = field(default_factory=list)
+    committed: list[Committed] = field(default_factory=list)
+
+    @property
+    def both_ended(self) -> bool:
+        return bool(self.received) and bool(self.sent)
+
+    @property
+    def results(self) -> tuple[str, str]:
+        assert len(self.received) == len(self.sent) == 1, (self.received, self.sent)
+        return self.received[0].result, self.sent[0].result
+
+
+@dataclass
+class Pair:
+    """One sender and one receiver."""
+
+    transport: Transport
+    bind: str = "inproc://*"
+    config: TransferConfig = FAST
+    block_bytes: int = BLOCK_BYTES
+    num_blocks: int = 32
+    sender_transport: Transport | None = None
+
+    def __post_init__(self) -> None:
+        self.source = ByteBlocks(self.num_blocks, self.block_bytes)
+        self.target = ByteBlocks(self.num_blocks, self.block_bytes)
+        self.receiver = self.make_receiver("r1")
+        self.sender = self.make_sender("s1")
+
+    def make_receiver(self, incarnation: str, fingerprint: Fingerprint = FINGERPRINT) -> KVReceiver:
+        return KVReceiver(self.target, self.transport, fingerprint, incarnation, self.config)
+
+    def make_sender(self, incarnation: str, fingerprint: Fingerprint = FINGERPRINT, name: str = "p") -> KVSender:
+        transport = self.sender_transport or self.transport
+        return KVSender(self.source, transport, fingerprint, incarnation, self.config, name=name)
+
+    async def __aenter__(self) -> "Pair":
+        await self.receiver.start(self.bind)
+        await self.sender.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.sender.aclose()
+        await self.receiver.aclose()
+
+    def reserve(self, blocks: Sequence[int], prompt_hash: bytes = PROMPT) -> Ends:
+        ends = Ends(Ticket(bytes(16), 0, "", 0, 0))
+        ends.ticket = self.receiver.open(blocks, prompt_hash, ends.received.append, ends.committed.append)
+        return ends
+
+    def open(self, blocks: Sequence[int], prompt_hash: bytes = PROMPT, **changes: int) -> Ends:
+        ends = self.reserve(blocks, prompt_hash)
+        self.sender.open(replace(ends.ticket, **changes), ends.sent.append)
+        return ends
+
+    async def transfer(self, source: Sequence[int], target: Sequence[int]) -> Ends:
+        """A whole transfer; returns when both ends ended."""
+        ends = self.open(target)
+        self.sender.push(ends.ticket.transfer_id, source, 0)
+        self.sender.commit(ends.ticket.transfer_id, COMMITTED)
+        await eventually(lambda: ends.both_ended)
+        return ends
+
+
+class LossyTransport:
+    """Passes messages on, or not: `fault` decides for each message a socket would send.
+
+    Args:
+        inner: the real transport.
+        fault: called with the message's parts; "pass", "drop", "twice", or "hold" (it goes after the next one).
+    """
+
+    def __init__(self, inner: Transport, fault: Callable[[Sequence[Part]], str]) -> None:
+        self._inner = inner
+        self.fault = fault
+
+    def bind(self, endpoint: str) -> Socket:
+        return _LossySocket(self._inner.bind(endpoint), self)
+
+    def connect(self, endpoint: str) -> Socket:
+        return _LossySocket(self._inner.connect(endpoint), self)
+
+
+class _LossySocket:
+    def __init__(self, inner: Socket, owner: LossyTransport) -> None:
+        self._inner = inner
+        self._owner = owner
+        self._held: list[tuple[bytes, Sequence[Part]]] = []
+
+    @property
+    def endpoint(self) -> str:
+        return self._inner.endpoint
+
+    def send(self, peer: bytes, parts: Sequence[Part]) -> SendHandle:
+        fault = self._owner.fault(parts)
+        if fault in ("drop", "hold"):
+            if fault == "hold":
+                self._held.append((peer, [bytes(part) for part in parts]))
+            return _Gone()
+        handle = self._inner.send(peer, parts)
+        if fault == "twice":
+            self._inner.send(peer, parts)
+        held, self._held = self._held, []
+        for message in held:
+            self._inner.send(*message)
+        return handle
+
+    async def recv(self) -> tuple[bytes, list[Part]]:
+        return await self._inner.recv()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._inner.close(linger_s)
+
+
+class _Gone:
+    done = True
