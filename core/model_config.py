@@ -154,7 +154,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if isinstance(names, list) and names:
         name = names[0]
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return ARCHITECTURES[name]
     else:
         name = config.get("model_type")
