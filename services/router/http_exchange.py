@@ -1,0 +1,165 @@
+"""One HTTP request and its answer over bare ASGI: body limit, disconnects, stalled readers, errors at any moment."""
+
+import asyncio
+import math
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from core.errors import CapacityError, InvalidRequestError, NotFoundError, ServingError, status_of
+from services.router.openai_answers import encode_json, event_of
+
+# A field of `GenerateCall` or `SamplingParams` as HTTP clients spell it.
+_HTTP_NAMES = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "chat": "messages",
+    "include_stop": "include_stop_str_in_output",
+}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection, or takes no bytes any more."""
+
+
+class BodyTooLargeError(Exception):
+    """The request's body passes the limit."""
+
+
+class Exchange:
+    """The answering half of one request. Every wait for the reader has a deadline."""
+
+    def __init__(self, send: Send, *, request_id: str, stall_timeout_s: float) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._stall_timeout_s = stall_timeout_s
+        self._started = False
+
+    async def answer(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Send a whole JSON answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [(b"content-type", b"application/json"), length, *headers])
+        await self._write({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def start_events(self) -> None:
+        """Begin an event stream."""
+        # The last header keeps reverse proxies from collecting events.
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._start(200, [*headers, (b"x-accel-buffering", b"no")])
+
+    async def event(self, data: bytes) -> None:
+        """Send events. Waits while the reader is behind; what it has not read is bounded by the server's write buffer.
+
+        Raises:
+            ClientGoneError: it took nothing for the stall timeout.
+        """
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self, data: bytes) -> None:
+        """Send the last events and end the answer."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail(self, error: ServingError) -> None:
+        """Report an error: as an HTTP status, or, when the answer has begun, as an event and no end of the body.
+
+        The server then closes the connection without the terminating chunk. That is the one form of a broken stream
+        that every client counts as an error.
+        """
+        if self._started:
+            await self.event(event_of(error_body(error)))
+            return
+        headers: Headers = []
+        if isinstance(error, CapacityError):
+            headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000))).encode()))
+            headers.append((b"retry-after-ms", str(error.retry_after_ms).encode()))
+        await self.answer(status_of(error).http, encode_json(error_body(error)), headers)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self._started = True
+        headers.append((b"x-request-id", self._request_id.encode()))
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGoneError(f"the client took no bytes for {self._stall_timeout_s} s") from error
+
+
+def error_body(error: ServingError) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    status = status_of(error)
+    message, param = str(error), None
+    if isinstance(error, InvalidRequestError):
+        param = _HTTP_NAMES.get(error.field, error.field)
+        message = param + message.removeprefix(error.field)
+    code = "model_not_found" if isinstance(error, NotFoundError) else status.grpc.lower()
+    return openai_error(message, status.openai_type, code, param)
+
+
+def openai_error(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    # Half of a surrogate pair in a quoted value must not break the error itself.
+    message = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of that lower-case name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, stall_timeout_s: float) -> bytes:
+    """The request's body.
+
+    Raises:
+        BodyTooLargeError: it is longer than `max_bytes`, as announced or as received.
+        ClientGoneError: the client left, or sent nothing for the stall timeout.
+    """
+    announced = header(scope, b"content-length")
+    if announced is not None and announced.isdecimal() and int(announced) > max_bytes:
+        raise BodyTooLargeError
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        try:
+            async with asyncio.timeout(stall_timeout_s):
+                message = await receive()
+        except TimeoutError as error:
+            raise ClientGoneError(f"the client sent no bytes for {stall_timeout_s} s") from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client left before its request was complete")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise BodyTooLargeError
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; when the client goes away first, cancel it and wait until it has cleaned up."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
