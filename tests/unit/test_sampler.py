@@ -1,0 +1,183 @@
+"""Sampling: exact results of every filter, draws that depend on the sequence alone, and errors for broken rows."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from core.errors import InternalError
+from core.sampling import SamplingParams, uniform_draw
+from core.sequence import SequenceSpec
+from engine.sampler import sample
+from engine.sequence import Sequence
+
+INF = math.inf
+
+
+def sequence(output: int = 0, eos: tuple[int, ...] = (0,), **params: Any) -> Sequence:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 100, "seed": 1} | params)
+    return Sequence(
+        SequenceSpec(
+            sequence_id="s",
+            prompt=(1,),
+            sampling=sampling,
+            eos_token_ids=eos,
+            block_table=(0,),
+            output=(1,) * output,
+        )
+    )
+
+
+def token(logits: list[float] | Tensor, **params: Any) -> int:
+    return sample(torch.as_tensor(logits, dtype=torch.float32)[None], [sequence(**params)])[0].token_id
+
+
+def reachable(logits: list[float], draws: int = 200, temperature: float = 1.0, **params: Any) -> set[int]:
+    """Every token that many draws give."""
+    sequences = [sequence(output=i, temperature=temperature, **params) for i in range(draws)]
+    return {one.token_id for one in sample(torch.tensor(logits).expand(draws, -1), sequences)}
+
+
+def test_greedy_takes_the_best_and_the_lowest_id_among_equals() -> None:
+    assert token([0.0, 3.0, 1.0]) == 1
+    assert token([0.0, 3.0, 3.0, 3.0]) == 1
+    many = torch.zeros(50_000)
+    many[[40_000, 123, 7_777]] = 5.0
+    assert token(many) == 123
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 1000), st.lists(st.floats(-5, 5), min_size=1, max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_a_draw_is_the_inverse_of_the_cumulated_probabilities(seed: int, position: int, logits: list[float]) -> None:
+    probabilities = torch.tensor(logits).double().div(0.7).softmax(0).cumsum(0).tolist()
+    uniform = uniform_draw(seed, position)
+    drawn = token(logits, seed=seed, output=position, temperature=0.7)
+    below = probabilities[drawn - 1] if drawn else 0.0
+    assert below - 1e-6 <= uniform <= probabilities[drawn] + 1e-6
+
+
+def test_draws_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    draws = 4000
+    sampled = sample(probabilities.log().expand(draws, -1), [sequence(output=i, temperature=1.0) for i in range(draws)])
+    counts = torch.bincount(torch.tensor([one.token_id for one in sampled]), minlength=4) / draws
+    torch.testing.assert_close(counts, probabilities, rtol=0, atol=0.03)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    assert reachable([0.0, 1.0, 0.0], temperature=0.01) == {1}
+    assert reachable([0.0, 8.0, 0.0], temperature=100.0) == {0, 1, 2}
+    assert token([0.0, 1e30, 0.0], temperature=1e-4) == 1  # no overflow on the way
+
+
+def test_top_k_keeps_exactly_k_even_among_equals() -> None:
+    assert reachable([1.0, 3.0, 2.0, 0.0], top_k=2) == {1, 2}
+    assert reachable([1.0, 1.0, 1.0, 1.0], top_k=2) == {0, 1}
+    assert reachable([1.0, 3.0], top_k=1) == {1}
+    assert reachable([1.0, 1.5], top_k=50) == {0, 1}
+
+
+def test_top_p_keeps_the_fewest_that_reach_the_share() -> None:
+    logits = torch.tensor([0.15, 0.5, 0.3, 0.05]).log().tolist()
+    assert reachable(logits, top_p=0.45) == {1}
+    assert reachable(logits, top_p=0.55) == {1, 2}
+    assert reachable(logits, top_p=0.85) == {0, 1, 2}
+    assert reachable(logits, top_p=0.999) == {0, 1, 2, 3}
+    assert reachable([1.0] * 4, top_p=0.4) == {0, 1}
+    assert reachable(logits, top_p=1e-9) == {1}
+
+
+@given(st.lists(st.floats(-20, 20), min_size=1, max_size=60), st.floats(0.01, 0.999))
+@settings(max_examples=100, deadline=None)
+def test_top_p_is_that_of_a_full_sort(logits: list[float], top_p: float) -> None:
+    weights, order = torch.tensor(logits).double().softmax(0).sort(descending=True, stable=True)
+    before = weights.cumsum(0) - weights
+    kept = set(order[before < top_p + 1e-9].tolist())
+    drawn = {token(logits, temperature=1.0, top_p=top_p, seed=seed) for seed in range(10)}
+    assert drawn <= kept
+
+
+def test_min_p_compares_with_the_best_after_temperature() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.3]).log().tolist()
+    assert reachable(logits, min_p=0.4) == {1, 2}
+    assert reachable(logits, min_p=0.4, temperature=0.5) == {1}
+    assert reachable(logits, min_p=1.0) == {1}
+
+
+def test_min_p_comes_before_top_k_before_top_p() -> None:
+    # After min-p and top-k, 4 : 3 remain; the share of the best is 4/7, which reaches 0.5. Before, it was 0.4.
+    logits = torch.tensor([0.4, 0.3, 0.25, 0.05]).log().tolist()
+    assert reachable(logits, top_p=0.5) == {0, 1}
+    assert reachable(logits, top_k=2, top_p=0.5) == {0}
+    assert reachable(logits, min_p=0.7, top_p=0.5) == {0}
+
+
+def test_min_tokens_holds_back_everything_that_ends_the_answer() -> None:
+    logits = [9.0, 8.0, 7.0, 6.0]
+    held = {"eos": (0,), "stop_token_ids": (1, 99), "min_tokens": 3}
+    assert token(logits, output=2, **held) == 2
+    assert token(logits, output=2, ignore_eos=True, **held) == 2
+    assert token(logits, output=3, **held) == 0
+    assert reachable(logits, draws=3, temperature=100.0, **held) <= {2, 3}
+    assert token(logits, eos=(), min_tokens=1) == 0
+
+
+def test_a_mask_over_everything_is_an_error_not_a_guess() -> None:
+    with pytest.raises(InternalError, match="min_tokens leaves s no token"):
+        token([1.0, 2.0], eos=(0, 1), min_tokens=1)
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0, 3.0])
+    raw = logits.log_softmax(0)
+    params = {"temperature": 0.5, "top_k": 1, "min_tokens": 5, "eos": (3,), "logprobs": 3}
+    [sampled] = sample(logits[None], [sequence(**params)])
+    assert sampled.logprobs is not None
+    assert sampled.token_id == sampled.logprobs.token_id == 2
+    assert sampled.logprobs.logprob == pytest.approx(float(raw[2]))
+    assert [pair[0] for pair in sampled.logprobs.top] == [2, 3, 1]  # best first, equals by id, the masked one too
+    assert [pair[1] for pair in sampled.logprobs.top] == pytest.approx([float(raw[i]) for i in (2, 3, 1)])
+
+
+def test_logprobs_none_zero_and_more_than_the_vocabulary() -> None:
+    logits = torch.tensor([[1.0, 2.0]])
+    assert sample(logits, [sequence()])[0].logprobs is None
+    zero = sample(logits, [sequence(logprobs=0)])[0].logprobs
+    assert zero is not None
+    assert zero.top == ()
+    more = sample(logits, [sequence(logprobs=20)])[0].logprobs
+    assert more is not None
+    assert len(more.top) == 2
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
+    torch.manual_seed(7)
+    logits = torch.randn(6, 300)
+    before = logits.clone()
+    sequences = [
+        sequence(),
+        sequence(temperature=1.0, seed=11),
+        sequence(temperature=2.0, top_k=5, seed=12),
+        sequence(temperature=0.7, top_p=0.8, logprobs=2, seed=13),
+        sequence(temperature=1.5, min_p=0.1, seed=-14),
+        sequence(output=1, temperature=1.0, min_tokens=4, eos=(1, 2), seed=15),
+    ]
+    together = sample(logits, sequences)
+    backwards = sample(logits.flip(0), sequences[::-1])[::-1]
+    alone = [sample(logits[i : i + 1], sequences[i : i + 1])[0] for i in range(6)]
+    assert together == backwards == alone
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0], [INF, 1.0], [-INF, -INF]])
+def test_unusable_logits_name_their_sequence(bad: list[float]) -> None:
+    with pytest.raises(InternalError, match="no usable logits for s"):
+        sample(torch.tensor([[1.0, 2.0], bad]), [sequence(), sequence()])
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    assert reachable([-INF, 0.0, -INF, 0.0, -INF], temperature=100.0) == {1, 3}

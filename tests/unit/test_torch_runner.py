@@ -1,0 +1,186 @@
+"""The runner on a tiny model: batches mixed in any way give what each sequence gives alone; the cache's bytes."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.errors import ConfigError, InternalError
+from core.layout import KVLayout
+from core.sampling import SamplingParams
+from core.sequence import BlockMemory, SequenceSpec
+from engine.kv_cache import KVCache
+from engine.plan import Chunk, StepPlan
+from engine.sequence import Sequence
+from engine.torch_runner import LoadedModel, load_runner, resolve_dtype
+from kernels.linear import is_native
+from tests.unit.tiny_model import tiny_weights, write_tiny_model
+
+BLOCK_TOKENS = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    return load(write_tiny_model(tmp_path))
+
+
+def load(folder: Path, **changes: Any) -> LoadedModel:
+    settings = {"model": "tiny", "dtype": "float32", "block_tokens": BLOCK_TOKENS, "num_blocks": 64}
+    return load_runner(folder, **settings | changes)
+
+
+def sequences(count: int, num_blocks: int = 64, **sampling: Any) -> list[Sequence]:
+    """Sequences of 1, 8, 15, ... prompt tokens over shuffled blocks that no other one has."""
+    rng = random.Random(4)
+    free = rng.sample(range(num_blocks), num_blocks)
+    made = []
+    for number in range(count):
+        prompt = tuple(rng.choices(range(101), k=1 + 7 * number))
+        need = -(-(len(prompt) + 12) // BLOCK_TOKENS)
+        table, free = tuple(free[:need]), free[need:]
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "seed": number} | sampling)
+        spec = SequenceSpec(
+            sequence_id=f"s{number}", prompt=prompt, sampling=params, eos_token_ids=(), block_table=table
+        )
+        made.append(Sequence(spec))
+    return made
+
+
+def step(loaded: LoadedModel, chunks: list[Chunk]) -> None:
+    """Run one plan and apply it, as the engine's loop does."""
+    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+    sampled = loaded.runner.run(StepPlan(tuple(chunks)))
+    for chunk in chunks:
+        chunk.sequence.num_computed_tokens += chunk.num_tokens
+    for sequence, one in zip(sampling, sampled, strict=True):
+        sequence.token_ids.append(one.token_id)
+
+
+def answer(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[len(sequence.spec.prompt) :]
+
+
+def run_alone(loaded: LoadedModel, batch: list[Sequence]) -> list[list[int]]:
+    for sequence in batch:
+        while sequence.num_output_tokens < 12:
+            step(loaded, [Chunk(sequence, sequence.num_uncomputed_tokens)])
+    return [answer(sequence) for sequence in batch]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_any_mixture_of_decodes_and_chunks_gives_what_each_sequence_gives_alone(
+    loaded: LoadedModel, sampling: dict[str, Any]
+) -> None:
+    expected = run_alone(loaded, sequences(5, **sampling))
+    assert len({tuple(tokens) for tokens in expected}) == 5
+    loaded.kv_cache.tensor.fill_(float("nan"))
+    rng = random.Random(8)
+    batch = sequences(5, **sampling)
+    while active := [sequence for sequence in batch if sequence.num_output_tokens < 12]:
+        chosen = rng.sample(active, rng.randint(1, len(active)))
+        step(loaded, [Chunk(sequence, rng.randint(1, sequence.num_uncomputed_tokens)) for sequence in chosen])
+    assert [answer(sequence) for sequence in batch] == expected
+
+
+def test_a_chunk_that_does_not_reach_the_end_samples_nothing(loaded: LoadedModel) -> None:
+    [_, sequence] = sequences(2)
+    assert loaded.runner.run(StepPlan((Chunk(sequence, 3),))) == []
+    assert loaded.runner.run(StepPlan()) == []
+
+
+def test_recomputing_prompt_and_answer_goes_on_as_before(loaded: LoadedModel) -> None:
+    [*_, expected] = run_alone(loaded, sequences(3))
+    [*_, sequence] = sequences(3)
+    sequence.token_ids += expected[:5]  # as after a preemption: known tokens, no KV
+    loaded.kv_cache.tensor.fill_(float("nan"))
+    while sequence.num_output_tokens < 12:
+        step(loaded, [Chunk(sequence, min(4, sequence.num_uncomputed_tokens))])
+    assert answer(sequence) == expected
+
+
+def test_kv_moved_as_bytes_into_other_blocks_of_another_cache_goes_on_as_before(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    sender, receiver = load(folder), load(folder, num_blocks=20)
+    sender.fingerprint.require_equal(receiver.fingerprint)
+    [*_, expected] = run_alone(sender, sequences(3))
+    [*_, source] = sequences(3)
+    step(sender, [Chunk(source, source.num_uncomputed_tokens)])
+    table = tuple(range(19, 19 - len(source.spec.block_table), -1))
+    for here, there in zip(source.spec.block_table, table, strict=True):
+        receiver.kv_cache.view(there)[:] = bytes(sender.kv_cache.view(here))
+    target = Sequence(
+        SequenceSpec(
+            sequence_id="moved",
+            prompt=source.spec.prompt,
+            sampling=source.spec.sampling,
+            eos_token_ids=(),
+            block_table=table,
+            num_computed_tokens=source.num_computed_tokens,
+            output=tuple(answer(source)),
+        )
+    )
+    while target.num_output_tokens < 12:
+        step(receiver, [Chunk(target, 1)])
+    assert answer(target) == expected
+
+
+def test_a_broken_model_names_the_sequences(tmp_path: Path) -> None:
+    weights = tiny_weights()
+    weights["model.norm.weight"][0] = float("nan")
+    loaded = load(write_tiny_model(tmp_path, weights))
+    with pytest.raises(InternalError, match="no usable logits for s0"):
+        step(loaded, [Chunk(sequences(1)[0], 1)])
+
+
+def test_warm_up_changes_no_answer(loaded: LoadedModel) -> None:
+    expected = run_alone(loaded, sequences(2))
+    loaded.runner.warm_up()
+    assert run_alone(loaded, sequences(2)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_loads_and_decodes(tmp_path: Path, dtype: str) -> None:
+    loaded = load(write_tiny_model(tmp_path), dtype=dtype)
+    assert loaded.fingerprint.dtype == loaded.layout.dtype == dtype
+    assert all(0 <= token < 101 for tokens in run_alone(loaded, sequences(2)) for token in tokens)
+
+
+def test_auto_is_bfloat16_only_where_it_is_native() -> None:
+    assert resolve_dtype("auto", CPU) == ("bfloat16" if is_native(torch.bfloat16, CPU) else "float32")
+    assert resolve_dtype("float16", CPU) == "float16"
+    with pytest.raises(ConfigError, match="dtype=int8"):
+        resolve_dtype("int8", CPU)
+
+
+def test_memory_is_turned_into_blocks_and_limits_are_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    block_bytes = 2 * 2 * 2 * BLOCK_TOKENS * 8 * 4
+    loaded = load(folder, num_blocks=None, kv_memory_bytes=10 * block_bytes + 1)
+    assert (loaded.kv_cache.num_blocks, loaded.layout.block_bytes) == (10, block_bytes)
+    with pytest.raises(ConfigError, match=f"0 KV blocks of {block_bytes} bytes"):
+        load(folder, num_blocks=None, kv_memory_bytes=block_bytes - 1)
+    with pytest.raises(ConfigError, match="do not fit"):
+        load(folder, num_blocks=2**45)
+    with pytest.raises(ConfigError, match="either"):
+        load(folder, kv_memory_bytes=1000)
+    with pytest.raises(ConfigError, match="threads=0"):
+        load(folder, threads=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_view_is_the_bytes_of_one_block(dtype: str) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_tokens=4, dtype=dtype)
+    cache = KVCache(layout, 5, CPU)
+    memory: BlockMemory = cache
+    assert memory.block_bytes == len(memory.view(0)) == layout.block_bytes
+    cache.tensor[3].fill_(1.0)
+    assert bytes(memory.view(3)) == cache.tensor[3].flatten().view(torch.uint8).numpy().tobytes()
+    assert bytes(memory.view(2)) == bytes(memory.view(4)) == bytes(layout.block_bytes)
+    memory.view(4)[:] = bytes(memory.view(3))
+    assert torch.equal(cache.tensor[4], cache.tensor[3])
+    for block in (-1, 5):
+        with pytest.raises(IndexError, match=f"block {block}"):
+            memory.view(block)
