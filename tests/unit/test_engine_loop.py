@@ -12,7 +12,7 @@ from core.sampling import SamplingParams
 from core.sequence import Engine, SequenceSpec, StepResult
 from engine.loop import EngineLoop
 from engine.plan import StepPlan
-from engine.scheduler import StepLimits
+from engine.scheduler import StepLimits, plan_step
 from engine.scripted import ScriptedEngine, StepGate, scripted_engine
 from engine.sequence import Sequence
 from tests.engine_harness import EOS, WAIT_S, Recorder, answer, spec
@@ -304,6 +304,24 @@ def test_submitting_from_many_threads_during_stop_loses_nothing(parts: ScriptedE
     for thread in threads:
         thread.join(WAIT_S)
     assert {recorder.end_of(one.sequence_id).finish_reason for one in specs} <= {"abort", "length"}
+
+
+def test_an_idle_engine_sleeps(parts: ScriptedEngine) -> None:
+    num_tokens_planned: list[int] = []
+
+    def counting_plan(sequences: Iterable[Sequence], limits: StepLimits) -> StepPlan:
+        plan = plan_step(sequences, limits)
+        num_tokens_planned.append(sum(chunk.num_tokens for chunk in plan.chunks))
+        return plan
+
+    recorder = Recorder()
+    loop = EngineLoop(parts.runner, StepLimits(), plan=counting_plan)
+    loop.start(recorder)
+    for number in range(20):
+        loop.submit(spec(parts, f"s{number}", [5], max_tokens=1))
+        recorder.end_of(f"s{number}")
+    loop.stop()
+    assert num_tokens_planned.count(0) <= 21  # at most one empty plan before each answer, and the last
 
 
 def test_a_step_that_hangs_shows_as_stalled(parts: ScriptedEngine) -> None:
