@@ -9,12 +9,14 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-def notify(callback: Callable[[_T], None], value: _T) -> None:
-    """Call a caller's function; an exception in it is logged and ends nothing else."""
+def notify(callback: Callable[[_T], None], value: _T) -> bool:
+    """Call a caller's function; an exception in it is logged and ends nothing else. Returns whether it went well."""
     try:
         callback(value)
+        return True
     except Exception:  # a bug in one caller must not stop every other transfer of this worker
         _logger.exception("callback of a KV transfer failed")
+        return False
 
 
 async def every(interval_s: float, action: Callable[[], None]) -> None:

@@ -20,11 +20,14 @@ class ByteBlocks:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self._bytes = memoryview(bytearray(num_blocks * block_bytes))
 
     def view(self, block: int) -> memoryview:
-        """The writable bytes of one block."""
+        """The writable bytes of one block. Raises IndexError when there is no such block."""
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} of {self.num_blocks}")
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from core.clock import Clock
 from core.errors import FingerprintError, FrameError, TransferError
-from core.sequence import BlockMemory
 from kvtransfer.callbacks import notify, stop
 from kvtransfer.config import TransferConfig
 from kvtransfer.connection import Connection
@@ -61,7 +60,7 @@ class SenderLink:
     Args:
         endpoint: the receiver's.
         transport: opens the sockets.
-        memory: this worker's blocks.
+        block_bytes: bytes of one block.
         hello: what to introduce ourselves with.
         config, clock, stats: shared with the other links of the worker.
         on_gone: told each transfer id that ended, before its caller is.
@@ -71,7 +70,7 @@ class SenderLink:
         self,
         endpoint: str,
         transport: Transport,
-        memory: BlockMemory,
+        block_bytes: int,
         hello: Hello,
         config: TransferConfig,
         clock: Clock,
@@ -85,7 +84,7 @@ class SenderLink:
         self.settled = asyncio.Event()  # accepted or refused
         self.peer_incarnation = ""
         self._transport = transport
-        self._memory = memory
+        self._max_blocks = max(1, config.max_message_bytes // block_bytes)  # in one message
         self._hello = hello
         self._config = config
         self._clock = clock
@@ -202,12 +201,11 @@ class SenderLink:
         if self._work is not None and self._work[0].session.life.is_open:
             return True
         self._work = None
-        max_blocks = max(1, self._config.max_message_bytes // self._memory.block_bytes)
         while self._ready and self._work is None:
             transfer_id = next(iter(self._ready))
             outgoing = self._ready.pop(transfer_id)
             if outgoing.session.has_work:
-                self._work = (outgoing, outgoing.session.take(max_blocks, self._clock()))
+                self._work = (outgoing, outgoing.session.take(self._max_blocks, self._clock()))
                 self._ready[transfer_id] = (
                     outgoing  # to the end of the line: transfers share the link message by message
                 )
@@ -220,8 +218,7 @@ class SenderLink:
             connection.send_control(work)
         else:
             session = outgoing.session
-            blocks: list[Part] = [self._memory.view(block) for block in work.blocks]
-            frame = Data(session.transfer_id, session.ticket.epoch, work.first_index, blocks)
+            frame = Data(session.transfer_id, session.ticket.epoch, work.first_index, work.blocks)
             handle = connection.send_data(frame, self._config.checksum)
             if not handle.done:
                 outgoing.handles.append(handle)

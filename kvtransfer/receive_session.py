@@ -15,7 +15,7 @@ class ReceiveSession:
     Args:
         transfer_id: 16 bytes.
         epoch: this reservation's number.
-        blocks: blocks to fill, in the ticket's order.
+        blocks: the bytes to fill, in the ticket's order; written by the caller, not here.
         block_bytes: bytes of one block.
         prompt_hash: what COMMIT must name.
         config: deadlines.
@@ -26,7 +26,7 @@ class ReceiveSession:
         self,
         transfer_id: bytes,
         epoch: int,
-        blocks: Sequence[int],
+        blocks: Sequence[memoryview],
         block_bytes: int,
         prompt_hash: bytes,
         config: TransferConfig,
@@ -52,11 +52,11 @@ class ReceiveSession:
         self.life.advance(State.CONNECTING, now)
         self._heard_at = now
 
-    def on_data(self, frame: Data, now: float) -> list[int]:
+    def on_data(self, frame: Data, now: float) -> list[memoryview]:
         """Blocks arrived.
 
         Returns:
-            The blocks to write them to, in order; empty when the transfer is ending and nothing may be written.
+            Where to write them, in order; empty when the transfer is ending and nothing may be written.
         Raises:
             TransferError: an index out of range or seen before, or a wrong size; the caller aborts.
         """

@@ -160,8 +160,9 @@ class KVReceiver:
             The ticket for one sender.
         """
         epoch = next(self._epochs)
+        views = [self._memory.view(block) for block in blocks]  # a wrong number shows here, not when the frame comes
         session = ReceiveSession(
-            new_transfer_id(), epoch, blocks, self._memory.block_bytes, prompt_hash, self._config, self._clock()
+            new_transfer_id(), epoch, views, self._memory.block_bytes, prompt_hash, self._config, self._clock()
         )
         self._incoming[session.transfer_id] = _Incoming(session, on_end, on_commit)
         self.stats.opened()
@@ -294,12 +295,13 @@ class KVReceiver:
                 if not targets:
                     self._drop("aborting")
                 for target, part in zip(targets, frame.blocks, strict=False):
-                    self._memory.view(target)[:] = part
+                    target[:] = part
                     self.stats.num_bytes += len(part)
             case Commit():
                 committed = session.on_commit(frame, now)
                 if committed is not None:
-                    notify(incoming.on_commit, committed)
+                    if not notify(incoming.on_commit, committed):
+                        raise TransferError("the receiver could not adopt the prompt")
                     if session.life.is_open:  # otherwise the callback aborted it
                         peer.outbox.append(session.finish(now))
             case Abort():

@@ -8,14 +8,15 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.frames import MAX_BLOCKS_PER_MESSAGE, Abort, Begin, Commit, Control, Drained
 from kvtransfer.states import Lifecycle, Result, State
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
+from kvtransfer.transport import Part
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks of this worker that go into consecutive places of the ticket's list."""
+    """Blocks (their bytes, not copied) that go into consecutive places of the ticket's list."""
 
     first_index: int
-    blocks: tuple[int, ...]
+    blocks: tuple[Part, ...]
 
 
 class SendSession:
@@ -36,7 +37,7 @@ class SendSession:
         self._lease_until = now + ticket.lease_ms / 1000
         self._progress_at = now
         self._pushed: set[int] = set()
-        self._waiting: deque[tuple[int, int]] = deque()  # (index in the ticket's list, block of this worker)
+        self._waiting: deque[tuple[int, Part]] = deque()  # (index in the ticket's list, bytes)
         self._commit: Committed | None = None
 
     @property
@@ -55,7 +56,7 @@ class SendSession:
         self._progress_at = now
         return Begin(self.transfer_id, self.ticket.epoch, self.ticket.num_blocks)
 
-    def push(self, blocks: Sequence[int], first_index: int, now: float) -> list[Control]:
+    def push(self, blocks: Sequence[Part], first_index: int, now: float) -> list[Control]:
         """Queue computed blocks. One outside the ticket or given twice aborts: the receiver must hear of it at once."""
         if not self.life.is_open:
             return []

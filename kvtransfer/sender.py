@@ -122,10 +122,9 @@ class KVSender:
             blocks: this worker's block numbers.
             first_index: place of the first one in the ticket's list; the others follow it.
         """
+        views = [self._memory.view(block) for block in blocks]  # a wrong number shows here, in the caller
         if transfer_id in self._transfers:
-            self._transfers[transfer_id].update(
-                transfer_id, lambda session, now: session.push(blocks, first_index, now)
-            )
+            self._transfers[transfer_id].update(transfer_id, lambda session, now: session.push(views, first_index, now))
 
     def commit(self, transfer_id: bytes, committed: Committed) -> None:
         """Complete the transfer after what was pushed. Missing blocks fail it at once. No-op once it ended."""
@@ -157,7 +156,7 @@ class KVSender:
         link = SenderLink(
             endpoint,
             self._transport,
-            self._memory,
+            self._memory.block_bytes,
             self._hello,
             self._config,
             self._clock,

@@ -37,6 +37,12 @@ class Committed:
     prompt_hash: bytes  # must equal what the receiver reserved for
     is_finished: bool = False  # the first token ended the answer: nothing to adopt, blocks may be missing
 
+    def __post_init__(self) -> None:
+        if len(self.prompt_hash) > 64:
+            raise TransferError(f"prompt_hash of {len(self.prompt_hash)} bytes, at most 64")
+        if not 0 <= self.first_token < 2**31 or not 0 <= self.num_prompt_tokens < 2**31:
+            raise TransferError(f"first_token={self.first_token}, num_prompt_tokens={self.num_prompt_tokens}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOutcome:
