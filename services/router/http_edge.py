@@ -135,35 +135,34 @@ class _Endpoint:
         limits = self._limits
         given_id = header(scope, b"x-request-id")
         request_id = given_id if given_id and REQUEST_ID.fullmatch(given_id) else new_request_id()
-        exchange = Exchange(send, request_id=request_id, stall_timeout_s=limits.stall_timeout_s)
+        exchange = Exchange(send, request_id=request_id)
+        stall_timeout_s = limits.stall_timeout_s
         try:
-            body = await read_body(
-                scope, receive, max_bytes=limits.max_body_bytes, stall_timeout_s=limits.stall_timeout_s
-            )
-            if given_id and given_id != request_id:
-                raise InvalidRequestError("X-Request-Id", f"must match {REQUEST_ID.pattern}")
-            call = self._parse(body, request_id)
-            await run_while_connected(receive, self._answer(call, exchange))
+            body = await read_body(scope, receive, max_bytes=limits.max_body_bytes, stall_timeout_s=stall_timeout_s)
         except BodyTooLargeError:
             message = f"the body is larger than {limits.max_body_bytes} bytes, the limit"
             raise HTTPException(413, message) from None
-        except ServingError as error:
-            await exchange.fail(error)
         except ClientGoneError as error:
             logger.info("request %s: %s", request_id, error)
+            return
+        work = self._answer(body, given_id, exchange)
+        await run_while_connected(receive, exchange, work, stall_timeout_s=stall_timeout_s)
 
-    async def _answer(self, call: HttpCall, exchange: Exchange) -> None:
+    async def _answer(self, body: bytes, given_id: str | None, exchange: Exchange) -> None:
         try:
+            if given_id and given_id != exchange.request_id:
+                raise InvalidRequestError("X-Request-Id", f"must match {REQUEST_ID.pattern}")
+            call = self._parse(body, exchange.request_id)
             if call.stream:
                 await self._answer_events(call, exchange)
             else:
                 await self._answer_whole(call, exchange)
-        except (ServingError, ClientGoneError):
-            raise
-        except Exception as error:
+        except ServingError as error:
+            await exchange.fail(error)
+        except Exception:
             # A bug of ours: the log gets all of it, the client none.
-            logger.exception("request %s failed", call.request_id)
-            raise InternalError("an internal error ended this request") from error
+            logger.exception("request %s failed", exchange.request_id)
+            await exchange.fail(InternalError("an internal error ended this request"))
 
     async def _answer_whole(self, call: HttpCall, exchange: Exchange) -> None:
         answers = [Answer() for _ in call.calls]

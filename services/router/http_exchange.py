@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from core.clock import Clock, monotonic
 from core.errors import CapacityError, InvalidRequestError, NotFoundError, ServingError, status_of
 from services.router.openai_answers import encode_json, event_of
 
@@ -22,7 +23,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection, or takes no bytes any more."""
+    """The client left, or stopped sending, before its request was complete."""
 
 
 class BodyTooLargeError(Exception):
@@ -30,13 +31,14 @@ class BodyTooLargeError(Exception):
 
 
 class Exchange:
-    """The answering half of one request. Every wait for the reader has a deadline."""
+    """The answering half of one request."""
 
-    def __init__(self, send: Send, *, request_id: str, stall_timeout_s: float) -> None:
+    def __init__(self, send: Send, *, request_id: str, clock: Clock = monotonic) -> None:
         self._send = send
-        self._request_id = request_id
-        self._stall_timeout_s = stall_timeout_s
-        self._started = False
+        self.request_id = request_id  # ours, or the client's own if it can be one; goes back in a header
+        self._clock = clock
+        self._has_started = False
+        self._write_began: float | None = None
 
     async def answer(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send a whole JSON answer."""
@@ -51,11 +53,7 @@ class Exchange:
         await self._start(200, [*headers, (b"x-accel-buffering", b"no")])
 
     async def event(self, data: bytes) -> None:
-        """Send events. Waits while the reader is behind; what it has not read is bounded by the server's write buffer.
-
-        Raises:
-            ClientGoneError: it took nothing for the stall timeout.
-        """
+        """Send events. Waits while the reader is behind: what it has not read is bounded by the server's write buffer."""
         await self._write({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_events(self, data: bytes) -> None:
@@ -68,7 +66,7 @@ class Exchange:
         The server then closes the connection without the terminating chunk. That is the one form of a broken stream
         that every client counts as an error.
         """
-        if self._started:
+        if self._has_started:
             await self.event(event_of(error_body(error)))
             return
         headers: Headers = []
@@ -78,16 +76,19 @@ class Exchange:
         await self.answer(status_of(error).http, encode_json(error_body(error)), headers)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self._started = True
-        headers.append((b"x-request-id", self._request_id.encode()))
+        self._has_started = True
+        headers.append((b"x-request-id", self.request_id.encode()))
         await self._write({"type": "http.response.start", "status": status, "headers": headers})
 
+    def stalled_s(self) -> float:
+        """How long the write under way has been waiting for the reader; 0 when none is."""
+        return 0.0 if self._write_began is None else self._clock() - self._write_began
+
     async def _write(self, message: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._send(message)
-        except (TimeoutError, OSError) as error:
-            raise ClientGoneError(f"the client took no bytes for {self._stall_timeout_s} s") from error
+        # Whoever runs this exchange watches `stalled_s`: a timer of its own would cost each token more than the write.
+        self._write_began = self._clock()
+        await self._send(message)
+        self._write_began = None
 
 
 def error_body(error: ServingError) -> dict[str, Any]:
@@ -146,12 +147,26 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, stall_tim
     return b"".join(parts)
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; when the client goes away first, cancel it and wait until it has cleaned up."""
+async def run_while_connected(
+    receive: Receive, exchange: Exchange, work: Coroutine[Any, Any, None], *, stall_timeout_s: float
+) -> None:
+    """Run `work`; when the client goes away or stops reading first, cancel it and wait until it has cleaned up.
+
+    Args:
+        receive: gives nothing but the disconnect from now on.
+        exchange: what `work` answers through.
+        work: the answering; its exceptions are raised here.
+        stall_timeout_s: how long one write may wait for the reader, give or take a quarter.
+    """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        while exchange.stalled_s() < stall_timeout_s:
+            ended, _ = await asyncio.wait(
+                (working, watching), timeout=stall_timeout_s / 4, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended:
+                break
     finally:
         working.cancel()
         watching.cancel()

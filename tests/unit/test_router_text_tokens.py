@@ -62,7 +62,8 @@ def test_pushes_equal_decoding_all_ids_except_a_cut_off_tail(data: st.DataObject
     ids = data.draw(st.lists(st.integers(0, beyond), max_size=40))
     streamed = stream(tokenizer, ids, skip_special=skip_special)
     whole = backend.decode(ids, skip_special_tokens=skip_special)
-    assert whole in (streamed, streamed + "\ufffd")
+    # Two for the first half of a surrogate pair's bytes, which the codec keeps back too, hoping for more.
+    assert whole in (streamed, streamed + "\ufffd", streamed + "\ufffd\ufffd")
     # A complete token behind the answer settles what was cut off: from then on nothing is missing.
     period = backend.token_to_id(".")
     assert stream(tokenizer, [*ids, period], skip_special=skip_special) == backend.decode(
