@@ -14,6 +14,7 @@ class TransferConfig:
     connect_timeout_s: float = 5.0  # sender, CONNECTING: the link is not up; also the wait of `connect`
     idle_timeout_s: float = 10.0  # CONNECTING and SENDING: the other end no longer speaks of this transfer
     commit_timeout_s: float = 10.0  # sender, COMMITTED: no DONE since the last progress
+    transfer_timeout_s: float = 600.0  # from open to COMMIT, however alive both ends are: a caller forgot it
     drain_timeout_s: float = 2.0  # ABORTING: no DRAINED; the writer is fenced then
     # The lease that keeps the sender's blocks, and the heartbeats that extend it.
     lease_s: float = 15.0

@@ -44,13 +44,14 @@ class ReceiveSession:
         self._heard_at = now
 
     def on_begin(self, frame: Begin, now: float) -> None:
-        """The sender holds the ticket. Raises TransferError when it is not this reservation's or was used before."""
+        """The sender holds the ticket. Raises TransferError when it was used before or is not this one; the caller aborts."""
         if self.life.state is not State.RESERVED:
             raise TransferError(f"ticket was used before; the transfer is {self.life.state.value}")
-        if frame.num_blocks != len(self._blocks):
-            raise TransferError(f"ticket is for {len(self._blocks)} blocks, BEGIN says {frame.num_blocks}")
         self.life.advance(State.CONNECTING, now)
         self._heard_at = now
+        # Checked after the step, as there is a writer now who must hear of it and drain.
+        if frame.num_blocks != len(self._blocks):
+            raise TransferError(f"ticket is for {len(self._blocks)} blocks, BEGIN says {frame.num_blocks}")
 
     def on_data(self, frame: Data, now: float) -> list[memoryview]:
         """Blocks arrived.
@@ -137,6 +138,8 @@ class ReceiveSession:
             return self.abort("expired", f"ticket unused for {config.reserve_timeout_s} s", now)
         if state in (State.CONNECTING, State.SENDING) and now >= self._heard_at + config.idle_timeout_s:
             return self.abort("failed", f"sender silent for {config.idle_timeout_s} s while {state.value}", now)
+        if self.life.is_open and now >= self.life.opened_at + config.transfer_timeout_s:
+            return self.abort("failed", f"not committed in {config.transfer_timeout_s} s", now)
         if state is State.ABORTING and now >= self.life.entered_at + config.drain_timeout_s:
             self.fence(f"no DRAINED for {config.drain_timeout_s} s", now)
         return []

@@ -287,9 +287,9 @@ class KVReceiver:
         session, now = incoming.session, self._clock()
         match frame:
             case Begin():
-                session.on_begin(frame, now)
                 incoming.peer = peer
                 peer.transfers.add(session.transfer_id)
+                session.on_begin(frame, now)
             case Data():
                 targets = session.on_data(frame, now)
                 if not targets:

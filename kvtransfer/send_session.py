@@ -157,6 +157,8 @@ class SendSession:
             return []
         if now >= self._lease_until:
             return self.abort("expired", f"lease ran out while {state.value}", now)
+        if state is not State.COMMITTED and now >= self.life.opened_at + config.transfer_timeout_s:
+            return self.abort("failed", f"not committed in {config.transfer_timeout_s} s", now)
         if state is State.CONNECTING and now >= self.life.entered_at + config.connect_timeout_s:
             return self.abort("failed", f"no connection to {self.ticket.endpoint}", now)
         if state is State.SENDING and self.has_work and now >= self._progress_at + config.idle_timeout_s:
