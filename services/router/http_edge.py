@@ -23,7 +23,6 @@ from core.errors import CancelledError, InternalError, InvalidRequestError, Serv
 from core.ids import REQUEST_ID, new_request_id
 from services.router.api import Chunk, Done, GenerateCall, RouterCore
 from services.router.http_exchange import (
-    BodyTooLargeError,
     ClientGoneError,
     Exchange,
     header,
@@ -139,11 +138,7 @@ class _Endpoint:
         stall_timeout_s = limits.stall_timeout_s
         try:
             body = await read_body(scope, receive, max_bytes=limits.max_body_bytes, stall_timeout_s=stall_timeout_s)
-        except BodyTooLargeError:
-            message = f"the body is larger than {limits.max_body_bytes} bytes, the limit"
-            raise HTTPException(413, message) from None
-        except ClientGoneError as error:
-            logger.info("request %s: %s", request_id, error)
+        except ClientGoneError:
             return
         work = self._answer(body, given_id, exchange)
         await run_while_connected(receive, exchange, work, stall_timeout_s=stall_timeout_s)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from core.clock import Clock, monotonic
@@ -23,11 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ClientGoneError(Exception):
-    """The client left, or stopped sending, before its request was complete."""
-
-
-class BodyTooLargeError(Exception):
-    """The request's body passes the limit."""
+    """The client left before its request was complete."""
 
 
 class Exchange:
@@ -121,12 +118,14 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, stall_tim
     """The request's body.
 
     Raises:
-        BodyTooLargeError: it is longer than `max_bytes`, as announced or as received.
-        ClientGoneError: the client left, or sent nothing for the stall timeout.
+        HTTPException: 413, it is longer than `max_bytes`, as announced or as received; 408, the client sent nothing for
+            `stall_timeout_s`.
+        ClientGoneError: the client left.
     """
+    too_large = HTTPException(413, f"the body is larger than {max_bytes} bytes, the limit")
     announced = header(scope, b"content-length")
     if announced is not None and announced.isdecimal() and int(announced) > max_bytes:
-        raise BodyTooLargeError
+        raise too_large
     parts: list[bytes] = []
     size = 0
     more = True
@@ -134,14 +133,15 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, stall_tim
         try:
             async with asyncio.timeout(stall_timeout_s):
                 message = await receive()
-        except TimeoutError as error:
-            raise ClientGoneError(f"the client sent no bytes for {stall_timeout_s} s") from error
+        except TimeoutError:
+            headers = {"connection": "close"}
+            raise HTTPException(408, f"no more of the body came within {stall_timeout_s} s", headers) from None
         if message["type"] == "http.disconnect":
-            raise ClientGoneError("the client left before its request was complete")
+            raise ClientGoneError
         part = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
-            raise BodyTooLargeError
+            raise too_large
         parts.append(part)
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -10,7 +10,7 @@ from core.errors import CapacityError, DeadlineError, InvalidRequestError, Servi
 from services.router.api import Chunk, GenerateCall
 from services.router.fake import FakeRouterCore, Script, Step, words
 from services.router.http_edge import create_app
-from tests.unit.http_edge_harness import WAIT_S, serving
+from tests.unit.http_edge_harness import http_client, serving
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 async def openai_client(script: Script) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving(create_app(FakeRouterCore(script))) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http_client(url)) as client,
     ):
         yield client
 

@@ -121,6 +121,18 @@ async def test_several_prompts_keep_their_index_and_add_up() -> None:
     ]
 
 
+async def test_only_so_many_prompts_of_a_call_run_at_once() -> None:
+    gate = asyncio.Event()
+    core = FakeRouterCore(lambda _: [gate, done()])
+    async with client_of(create_app(core, limits=HttpLimits(max_concurrent_prompts=2))) as client:
+        call = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": ["a", "b", "c", "d", "e"]}))
+        await eventually(lambda: core.num_running == 2)
+        assert (await client.get("/healthz")).status_code == 200  # the loop turned, and no third one began
+        assert len(core.calls) == 2
+        gate.set()
+        assert len((await call).json()["choices"]) == 5
+
+
 async def test_one_failing_prompt_fails_the_call_and_aborts_the_others() -> None:
     never = asyncio.Event()
 
@@ -328,6 +340,19 @@ async def test_bad_bytes_are_400_and_reach_nobody(data: bytes) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     assert answer.json()["error"]["param"] in ("body", "prompt")
     assert (after.status_code, len(core.calls)) == (200, 1)
+
+
+async def test_an_upload_that_stops_is_408_and_reaches_nobody() -> None:
+    core = FakeRouterCore(words("a"))
+    async with serving(create_app(core, limits=HttpLimits(stall_timeout_s=0.05))) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write(raw_post("/v1/completions", TEXT)[:-1])
+        async with asyncio.timeout(10):
+            answer = await reader.read()  # to the end: the server closes
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"no more of the body" in answer
+    assert core.calls == []
 
 
 async def test_a_bad_request_id_is_refused_and_a_good_one_is_the_cores() -> None:
