@@ -67,7 +67,6 @@ class EngineLoop:
         assert spec.prompt, f"{spec.sequence_id}: empty prompt"
         assert spec.sampling.max_tokens is not None, f"{spec.sequence_id}: max_tokens is not set"
         assert spec.num_computed_tokens < len(spec.prompt) + len(spec.output), f"{spec.sequence_id}: nothing to compute"
-        assert not (spec.prefill_only and spec.output), f"{spec.sequence_id}: prefill_only with output"
         assert spec.sequence_id not in self._live, f"{spec.sequence_id} is running"
         if not self._inbox.put(spec):
             self._emit(StepResult(outputs=[_ended(Sequence(spec), "abort")]))

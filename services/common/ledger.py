@@ -9,13 +9,14 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from core.errors import CancelledError, CapacityError, DuplicateRequestError
 
 Use = Literal["transfer", "engine"]
 
 MAX_TOMBSTONES = 10_000
+Detail = TypeVar("Detail")
 
 
 class Blocks(Protocol):
@@ -37,18 +38,20 @@ class Blocks(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Holding:
+class Holding(Generic[Detail]):
     """One sequence's share of the worker."""
 
     sequence_id: str
     router_id: str
     blocks: list[int]
     uses: set[Use]
+    detail: Detail  # what only the worker's role knows
+    num_published_tokens: int = 0
     has_ended: bool = False  # its router was told, or no longer cares
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
 
-class Ledger:
+class Ledger(Generic[Detail]):
     """Every holding of one worker. Lives on the event loop, which alone touches the pool.
 
     Args:
@@ -62,28 +65,30 @@ class Ledger:
         self,
         pool: Blocks,
         max_sequences: int,
-        on_expire: Callable[[Holding], None],
+        on_expire: Callable[[Holding[Detail]], None],
         on_release: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.max_sequences = max_sequences
         self._on_expire = on_expire
         self._on_release = on_release
-        self._holdings: dict[str, Holding] = {}
+        self._holdings: dict[str, Holding[Detail]] = {}
         # Ids aborted before they came: an Abort may overtake the call it cancels.
         self._tombstones: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holdings)
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[Holding[Detail]]:
         return iter(list(self._holdings.values()))
 
-    def get(self, sequence_id: str) -> Holding | None:
+    def get(self, sequence_id: str) -> Holding[Detail] | None:
         """The holding, while it lasts."""
         return self._holdings.get(sequence_id)
 
-    def admit(self, sequence_id: str, router_id: str, num_blocks: int, timeout_s: float, uses: set[Use]) -> Holding:
+    def admit(
+        self, sequence_id: str, router_id: str, num_blocks: int, timeout_s: float, uses: set[Use], detail: Detail
+    ) -> Holding[Detail]:
         """Take blocks and a slot for a sequence; its deadline starts now.
 
         Raises:
@@ -98,13 +103,17 @@ class Ledger:
         if len(self._holdings) >= self.max_sequences:
             raise CapacityError(f"{len(self._holdings)} sequences held, max_sequences={self.max_sequences}")
         holding = Holding(
-            sequence_id=sequence_id, router_id=router_id, blocks=self.pool.acquire(num_blocks), uses=set(uses)
+            sequence_id=sequence_id,
+            router_id=router_id,
+            blocks=self.pool.acquire(num_blocks),
+            uses=set(uses),
+            detail=detail,
         )
         holding.timer = asyncio.get_running_loop().call_later(timeout_s, self._on_expire, holding)
         self._holdings[sequence_id] = holding
         return holding
 
-    def end_use(self, holding: Holding, use: Use) -> None:
+    def end_use(self, holding: Holding[Detail], use: Use) -> None:
         """One use is over; with the last one everything returns."""
         holding.uses.discard(use)
         if not holding.uses and self._holdings.pop(holding.sequence_id, None) is holding:
@@ -119,6 +128,6 @@ class Ledger:
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
-    def of_router(self, router_id: str) -> list[Holding]:
+    def of_router(self, router_id: str) -> list[Holding[Detail]]:
         """What one router's requests hold."""
         return [holding for holding in self._holdings.values() if holding.router_id == router_id]

@@ -15,12 +15,15 @@ def render_metrics(registry: CollectorRegistry) -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-def create_ops_app(why_unready: Callable[[], str], registry: CollectorRegistry) -> Starlette:
+def create_ops_app(
+    why_unready: Callable[[], str], registry: CollectorRegistry, refresh: Callable[[], None]
+) -> Starlette:
     """An app with the three routes (and /health, an alias of /healthz).
 
     Args:
         why_unready: empty when a request sent now would be served, else the reason.
         registry: the process's metrics.
+        refresh: brings gauges up to date; called before they are read.
     """
 
     async def healthz(_: Request) -> Response:
@@ -31,6 +34,7 @@ def create_ops_app(why_unready: Callable[[], str], registry: CollectorRegistry) 
         return PlainTextResponse(f"{reason or 'ready'}\n", status_code=503 if reason else 200)
 
     async def metrics(_: Request) -> Response:
+        refresh()
         body, content_type = render_metrics(registry)
         return Response(body, media_type=content_type)
 

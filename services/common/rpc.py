@@ -1,6 +1,6 @@
 """gRPC in one place: channel and server options, and errors to status codes and back."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from grpc import aio
@@ -47,7 +47,7 @@ CHANNEL_OPTIONS = (
 )
 
 
-async def abort_with(context: "aio.ServicerContext[Any, Any]", error: BatonError) -> None:
+async def abort_with(context: "aio.ServicerContext[Any, Any]", error: BatonError) -> NoReturn:
     """End an RPC with the status `core.errors.STATUS` gives the error. Always raises."""
     trailing = ((RETRY_AFTER, str(error.retry_after_ms)),) if isinstance(error, CapacityError) else ()
     await context.abort(grpc.StatusCode[status_of(error).grpc], str(error), trailing)

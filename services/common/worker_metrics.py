@@ -1,8 +1,21 @@
 """What a worker measures. Names are public: dashboards use them."""
 
+from collections import Counter as Tally
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class TransferStats(Protocol):
+    """Totals that one end of KV transfer keeps; see `kvtransfer.stats`."""
+
+    transfers: Tally[str]
+    frames_dropped: Tally[str]
+    num_inflight: int
+    num_bytes: int
+    leases_expired: int
 
 
 class WorkerMetrics:
@@ -33,6 +46,7 @@ class WorkerMetrics:
             str(block_tokens), str(total_blocks)
         ).set(1)
 
+        self._copied: Tally[Counter] = Tally()  # how far each counter of transfers has been raised
         blocks = Gauge("baton_kv_blocks", "KV blocks by state.", ["pool", "state"], registry=registry)
         self.blocks = {state: blocks.labels(pool, state) for state in ("free", "used", "cached", "reserved")}
         self.transfer_seconds = Histogram(
@@ -41,13 +55,13 @@ class WorkerMetrics:
             buckets=TRANSFER_BUCKETS_S,
             registry=registry,
         )
-        self.transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes moved.", registry=registry)
-        self.transfers = Counter(
+        self._transfer_bytes = Counter("baton_kv_transfer_bytes", "KV bytes moved.", registry=registry)
+        self._transfers = Counter(
             "baton_kv_transfers", "KV transfers by how they ended.", ["outcome"], registry=registry
         )
-        self.transfers_inflight = Gauge("baton_kv_transfers_inflight", "KV transfers open.", registry=registry)
-        self.leases_expired = Counter("baton_kv_leases_expired", "KV leases nobody extended.", registry=registry)
-        self.frames_dropped = Counter("baton_kv_frames_dropped", "KV frames dropped.", ["reason"], registry=registry)
+        self._transfers_inflight = Gauge("baton_kv_transfers_inflight", "KV transfers open.", registry=registry)
+        self._leases_expired = Counter("baton_kv_leases_expired", "KV leases nobody extended.", registry=registry)
+        self._frames_dropped = Counter("baton_kv_frames_dropped", "KV frames dropped.", ["reason"], registry=registry)
 
     def set_blocks(self, free: int, used: int, reserved: int) -> None:
         """The pool's state: reserved blocks wait for KV that is on its way, used ones are computed or computing."""
@@ -57,3 +71,17 @@ class WorkerMetrics:
         self.blocks["cached"].set(0)
         total = free + used + reserved
         self.kv_usage.set((total - free) / total if total else 0.0)
+
+    def copy_transfer_stats(self, stats: TransferStats) -> None:
+        """Bring the transfer counters up to the totals that the transfer keeps itself."""
+        self._transfers_inflight.set(stats.num_inflight)
+        self._raise_to(self._transfer_bytes, stats.num_bytes)
+        self._raise_to(self._leases_expired, stats.leases_expired)
+        for outcome, total in stats.transfers.items():
+            self._raise_to(self._transfers.labels(outcome), total)
+        for reason, total in stats.frames_dropped.items():
+            self._raise_to(self._frames_dropped.labels(reason), total)
+
+    def _raise_to(self, counter: Counter, total: int) -> None:
+        counter.inc(total - self._copied[counter])
+        self._copied[counter] = total

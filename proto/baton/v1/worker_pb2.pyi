@@ -14,18 +14,20 @@ class AttachRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence_id", "router_id", "prompt", "sampling", "timeout_ms")
+    __slots__ = ("sequence_id", "router_id", "prompt", "sampling", "timeout_ms", "output")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     router_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     timeout_ms: int
-    def __init__(self, sequence_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    output: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "seed", "logprobs")
@@ -134,7 +136,7 @@ class SequenceUpdate(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., has_ended: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., matched_stop_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., adopt_ms: _Optional[float] = ..., first_decode_ms: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("state", "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "peers")
+    __slots__ = ("state", "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "peers", "incarnation")
     STATE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +144,7 @@ class Load(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     state: str
     running: int
     waiting: int
@@ -149,4 +152,5 @@ class Load(_message.Message):
     free_blocks: int
     total_blocks: int
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., peers: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...

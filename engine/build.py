@@ -1,0 +1,75 @@
+"""From a model folder to a running engine: the one place that chooses the parts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.errors import ConfigError
+from core.layout import Fingerprint, KVLayout
+from core.model_config import ModelConfig
+from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache
+from engine.loop import EngineLoop
+from engine.scheduler import StepLimits
+from engine.torch_runner import load_runner
+from engine.weights import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """An engine, not started, and what it works on."""
+
+    engine: EngineLoop
+    pool: BlockPool
+    memory: KVCache
+    layout: KVLayout
+    fingerprint: Fingerprint
+    config: ModelConfig
+
+
+def build_engine(
+    folder: Path,
+    *,
+    model: str,
+    dtype: str,
+    device: str,
+    block_tokens: int,
+    num_blocks: int,
+    kv_memory_bytes: int,
+    threads: int,
+    limits: StepLimits,
+    load_progress: Progress | None = None,
+) -> BuiltEngine:
+    """Load a model, allocate its KV blocks and warm it up. Takes seconds.
+
+    Args:
+        folder: a Hugging Face model folder.
+        model: what the fingerprint calls it; equal on all workers that exchange KV.
+        dtype, device, block_tokens, threads: as for `load_runner`; device "auto" is cuda where there is one.
+        num_blocks: KV blocks; 0: as many as `kv_memory_bytes` holds.
+        limits: of one step.
+        load_progress: told (bytes, total bytes) while weights are read.
+    Raises:
+        ConfigError: a value or a model that cannot work.
+    """
+    if device not in ("auto", "cpu"):
+        raise ConfigError(f"device={device}: this version computes on cpu only")
+    loaded = load_runner(
+        folder,
+        model=model,
+        dtype=dtype,
+        device="cpu",
+        block_tokens=block_tokens,
+        num_blocks=num_blocks or None,
+        kv_memory_bytes=None if num_blocks else kv_memory_bytes,
+        threads=threads,
+        load_progress=load_progress,
+    )
+    loaded.runner.warm_up()
+    return BuiltEngine(
+        engine=EngineLoop(loaded.runner, limits),
+        pool=BlockPool(loaded.kv_cache.num_blocks),
+        memory=loaded.kv_cache,
+        layout=loaded.layout,
+        fingerprint=loaded.fingerprint,
+        config=loaded.config,
+    )

@@ -1,0 +1,182 @@
+"""A worker process around its role: health from the first moment, load, serve, heartbeat, drain.
+
+Order: HTTP up (alive, not ready) -> model loaded -> gRPC up -> registered (ready) -> SIGTERM -> draining -> withdrawn -> exit.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from prometheus_client import CollectorRegistry
+from redis.exceptions import RedisError
+
+from core.errors import ConfigError
+from core.ids import new_incarnation
+from core.layout import Fingerprint, KVLayout
+from core.sequence import BlockMemory, Engine
+from services.common import rpc
+from services.common.ledger import Blocks
+from services.common.lifecycle import HttpServer, bind
+from services.common.ops_http import create_ops_app
+from services.common.options import ClusterOptions
+from services.common.registry import Capacity, Registry, WorkerRecord
+from services.common.worker_host import WorkerHost
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """An engine with what surrounds it: a loaded model's, or the scripted fake's.
+
+    Args:
+        engine, pool, memory, layout: what computes, and where.
+        fingerprint: of the blocks.
+        eos_token_ids, capacity: of the model and this worker.
+    """
+
+    engine: Engine
+    pool: Blocks
+    memory: BlockMemory
+    layout: KVLayout
+    fingerprint: Fingerprint
+    eos_token_ids: tuple[int, ...]
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a role's composition root built.
+
+    Args:
+        host: what the worker keeps.
+        fingerprint: of its KV blocks.
+        start: starts the engine.
+        add_servicers: registers the gRPC services.
+        kv_endpoint: where KV transfers connect; empty for a prefill worker.
+        tasks: run beside the server until the process ends.
+        close: releases the parts.
+        refresh_metrics: brings gauges up to date before they are read.
+    """
+
+    host: WorkerHost[Any]
+    fingerprint: Fingerprint
+    start: Callable[[], None]
+    add_servicers: Callable[[aio.Server], None]
+    kv_endpoint: str = ""
+    tasks: list[Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=list)
+    close: Callable[[], Awaitable[None]]
+    refresh_metrics: Callable[[], None]
+
+
+async def run_worker(
+    role: str,
+    options: ClusterOptions,
+    registry: Registry,
+    build: Callable[[str, CollectorRegistry], Awaitable[WorkerParts]],
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Live one worker's life.
+
+    Args:
+        role: prefill or decode.
+        build: given the incarnation and the metrics registry, loads the model and builds the parts; may take minutes.
+        stop: set when the process should drain and end.
+        on_ready: told "grpc=... http=..." once the worker serves.
+    Raises:
+        ConfigError: from `build`, or an address that cannot be had.
+    """
+    incarnation = new_incarnation()
+    metrics = CollectorRegistry()
+    life: dict[str, str] = {"unready": "loading the model"}
+    parts: WorkerParts | None = None
+
+    def why_unready() -> str:
+        return life["unready"] if parts is None or life["unready"] else parts.host.why_unready()
+
+    app = create_ops_app(why_unready, metrics, lambda: parts.refresh_metrics() if parts else None)
+    http_socket = bind(options.host, options.http_port)
+    http_endpoint = f"{options.reachable_host}:{http_socket.getsockname()[1]}"
+    http = HttpServer(app, http_socket)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(http.serve(), name="http")
+        try:
+            parts = await build(incarnation, metrics)
+            server = aio.server(options=rpc.SERVER_OPTIONS)
+            parts.add_servicers(server)
+            health_servicer = HealthServicer()
+            health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+            try:
+                port = server.add_insecure_port(f"{options.host}:{options.port}")
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"cannot listen on {options.host}:{options.port}; choose another --port or 0"
+                ) from error
+            endpoint = f"{options.reachable_host}:{port}"
+            parts.start()
+            await server.start()
+            beside = [group.create_task(task(), name="worker task") for task in parts.tasks]
+            worker_id = f"{role}@{endpoint}"
+
+            def record() -> WorkerRecord:
+                assert parts is not None
+                return WorkerRecord(
+                    worker_id=worker_id,
+                    role=role,
+                    incarnation=incarnation,
+                    state=parts.host.state,
+                    endpoint=endpoint,
+                    http_endpoint=http_endpoint,
+                    kv_endpoint=parts.kv_endpoint,
+                    fingerprint=parts.fingerprint,
+                    capacity=parts.host.capacity,
+                )
+
+            beside.append(
+                group.create_task(_heartbeat(registry, record, parts.host, options.worker_ttl_s), name="heartbeat")
+            )
+            await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+            life["unready"] = ""
+            on_ready(f"grpc={endpoint} http={http_endpoint}")
+            try:
+                await stop.wait()
+                logger.info("draining")
+                await health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+                await parts.host.drain(options.drain_timeout_s)
+            finally:
+                for task in beside:
+                    task.cancel()
+                await _withdraw(registry, worker_id)
+                parts.host.streams.close()
+                await server.stop(grace=1.0)
+                await parts.close()
+        finally:
+            http.stop()
+    await registry.aclose()
+
+
+async def _heartbeat(
+    registry: Registry, record: Callable[[], WorkerRecord], host: WorkerHost[Any], ttl_s: float
+) -> None:
+    """Write the worker's whole record again and again: whatever happened to it in Redis, it is back within one beat."""
+    while True:
+        try:
+            await registry.heartbeat(record(), host.load_fields(), ttl_s)
+        except (RedisError, OSError) as error:
+            registry.note_failure("registering this worker", error)
+        await asyncio.sleep(min(HEARTBEAT_S, ttl_s / 3))
+
+
+async def _withdraw(registry: Registry, worker_id: str) -> None:
+    try:
+        await registry.withdraw(worker_id)
+    except (RedisError, OSError) as error:
+        logger.warning("could not withdraw from the registry; the record expires by itself: %s", error)

@@ -1,0 +1,148 @@
+"""The decode worker: reserve, receive KV, adopt, decode. Or run a whole request alone.
+
+A sequence's states here, in order: reserved (blocks held, ticket given) -> receiving -> adopted (its KV is complete, the
+engine decodes it) -> ended. `run` starts at the last but one, with nothing computed.
+"""
+
+from dataclasses import dataclass
+
+from baton.v1 import worker_pb2
+from core.clock import Clock, monotonic
+from core.errors import UnavailableError
+from core.hashing import hash_tokens
+from core.layout import KVLayout
+from core.sampling import SamplingParams
+from core.sequence import Engine, SequenceOutput, SequenceSpec, StepResult
+from kvtransfer.receiver import KVReceiver
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
+from services.common.convert import sampling_from_pb
+from services.common.ledger import Blocks, Holding, Use
+from services.common.registry import Capacity
+from services.common.worker_host import WorkerHost
+from services.common.worker_metrics import WorkerMetrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Detail:
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]  # what the client has from workers that are gone
+    sampling: SamplingParams
+    transfer_id: bytes = b""  # empty: no KV comes from elsewhere
+    committed_at: float | None = None  # until the first decode step after it
+
+
+class DecodeService:
+    """Decisions of the decode worker; `servicer` translates, `host` keeps.
+
+    Args:
+        engine, pool, layout: what computes, and where.
+        receiver: the end of KV transfers.
+        eos_token_ids: of the model.
+        capacity: limits of the worker.
+        metrics: of the worker.
+        incarnation: of this process.
+        clock: for the durations in updates.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pool: Blocks,
+        layout: KVLayout,
+        receiver: KVReceiver,
+        eos_token_ids: tuple[int, ...],
+        capacity: Capacity,
+        metrics: WorkerMetrics,
+        incarnation: str,
+        clock: Clock = monotonic,
+    ) -> None:
+        self._receiver = receiver
+        self._layout = layout
+        self._eos_token_ids = eos_token_ids
+        self._metrics = metrics
+        self._clock = clock
+        self.host: WorkerHost[_Detail] = WorkerHost(
+            engine=engine,
+            pool=pool,
+            capacity=capacity,
+            stop_uses=self._stop_uses,
+            peers=tuple,
+            metrics=metrics,
+            incarnation=incarnation,
+        )
+
+    def start(self) -> None:
+        """Start the engine."""
+        self.host.start(self._on_output)
+
+    def reserve(self, message: worker_pb2.Sequence) -> Ticket:
+        """Hold every block the answer may need and open the receiving end. Raises ServingError; nothing is held then."""
+        holding = self._admit(message, {"transfer"})
+        known = holding.detail.prompt + holding.detail.output
+        ticket: Ticket = self._receiver.open(
+            holding.blocks[: self._layout.blocks_for(len(known))],
+            hash_tokens(known),
+            on_end=lambda outcome: self._on_transfer_end(holding, outcome),
+            on_commit=lambda committed: self._adopt(holding, committed),
+        )
+        holding.detail.transfer_id = ticket.transfer_id
+        return ticket
+
+    def run(self, message: worker_pb2.Sequence) -> None:
+        """Compute a whole request here. Raises ServingError; nothing is held then."""
+        holding = self._admit(message, {"engine"})
+        self._metrics.prompt_tokens.inc(len(holding.detail.prompt))
+        self._submit(holding, num_computed_tokens=0, output=holding.detail.output)
+
+    def _admit(self, message: worker_pb2.Sequence, uses: set[Use]) -> Holding[_Detail]:
+        detail = _Detail(
+            prompt=tuple(message.prompt), output=tuple(message.output), sampling=sampling_from_pb(message.sampling)
+        )
+        num_blocks = self._layout.blocks_for(len(message.prompt) + message.sampling.max_tokens)
+        return self.host.admit(message, num_blocks, uses, detail)
+
+    def _adopt(self, holding: Holding[_Detail], committed: Committed) -> None:
+        if committed.is_finished or holding.has_ended:
+            return  # the first token ended the answer, or nobody wants it any more: the transfer's end frees the blocks
+        holding.detail.committed_at = self._clock()
+        holding.num_published_tokens += 1  # the first token went from prefill to the router
+        holding.uses.add("engine")
+        output = (*holding.detail.output, committed.first_token)
+        self._submit(holding, num_computed_tokens=committed.num_prompt_tokens, output=output)
+
+    def _submit(self, holding: Holding[_Detail], num_computed_tokens: int, output: tuple[int, ...]) -> None:
+        self.host.engine.submit(
+            SequenceSpec(
+                sequence_id=holding.sequence_id,
+                prompt=holding.detail.prompt,
+                sampling=holding.detail.sampling,
+                eos_token_ids=self._eos_token_ids,
+                block_table=tuple(holding.blocks),
+                num_computed_tokens=num_computed_tokens,
+                output=output,
+            )
+        )
+
+    def _on_output(
+        self, holding: Holding[_Detail], output: SequenceOutput, step: StepResult
+    ) -> worker_pb2.SequenceUpdate | None:
+        update = self.host.token_update(holding, output)
+        if update is not None and holding.detail.committed_at is not None and output.token_ids:
+            update.first_decode_ms = step.step_s * 1000
+            update.adopt_ms = max((self._clock() - holding.detail.committed_at - step.step_s) * 1000, 0.0)
+            holding.detail.committed_at = None
+        return update
+
+    def _on_transfer_end(self, holding: Holding[_Detail], outcome: TransferOutcome) -> None:
+        if outcome.is_done:
+            self._metrics.transfer_seconds.observe(outcome.duration_s)
+        else:
+            self.host.fail(holding, UnavailableError(f"KV transfer {outcome.result}: {outcome.reason}"))
+        self.host.ledger.end_use(holding, "transfer")
+
+    def _stop_uses(self, holding: Holding[_Detail]) -> None:
+        if "transfer" in holding.uses:
+            self._receiver.abort(holding.detail.transfer_id, "the request ended")
+        if "engine" in holding.uses:
+            self.host.engine.abort(holding.sequence_id)

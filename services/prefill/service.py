@@ -1,0 +1,134 @@
+"""The prefill worker: compute a prompt in chunks, push each chunk's blocks while the next one computes, hand over.
+
+A sequence's states here, in order: waiting -> computing -> handed over (first token sent, COMMIT sent) -> ended. Its blocks
+are held until the engine is done with them and the transfer has ended, whichever is later.
+"""
+
+from dataclasses import dataclass
+
+from baton.v1 import worker_pb2
+from core.errors import UnavailableError
+from core.hashing import hash_tokens
+from core.layout import KVLayout
+from core.sequence import Engine, SequenceOutput, SequenceSpec, StepResult
+from kvtransfer.sender import KVSender
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
+from services.common.convert import sampling_from_pb
+from services.common.ledger import Blocks, Holding
+from services.common.registry import Capacity
+from services.common.worker_host import WorkerHost
+from services.common.worker_metrics import WorkerMetrics
+
+
+@dataclass(slots=True, kw_only=True)
+class _Detail:
+    known: tuple[int, ...]  # the prompt, and what the client has from workers that are gone
+    ticket: Ticket
+    num_pushed_blocks: int = 0
+    num_computed_tokens: int = 0
+
+
+class PrefillService:
+    """Decisions of the prefill worker; `servicer` translates, `host` keeps.
+
+    Args:
+        engine, pool, layout: what computes, and where.
+        sender: the start of KV transfers.
+        eos_token_ids: of the model.
+        capacity: limits of the worker.
+        metrics: of the worker.
+        incarnation: of this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pool: Blocks,
+        layout: KVLayout,
+        sender: KVSender,
+        eos_token_ids: tuple[int, ...],
+        capacity: Capacity,
+        metrics: WorkerMetrics,
+        incarnation: str,
+    ) -> None:
+        self._sender = sender
+        self._layout = layout
+        self._eos_token_ids = eos_token_ids
+        self._metrics = metrics
+        self.host: WorkerHost[_Detail] = WorkerHost(
+            engine=engine,
+            pool=pool,
+            capacity=capacity,
+            stop_uses=self._stop_uses,
+            peers=sender.peers,
+            metrics=metrics,
+            incarnation=incarnation,
+        )
+
+    def start(self) -> None:
+        """Start the engine."""
+        self.host.start(self._on_output)
+
+    def prefill(self, message: worker_pb2.Sequence, ticket: Ticket) -> None:
+        """Queue a prompt whose KV goes where the ticket says. Raises ServingError; nothing is held then."""
+        sampling = sampling_from_pb(message.sampling)
+        detail = _Detail(known=(*message.prompt, *message.output), ticket=ticket)
+        num_blocks = self._layout.blocks_for(len(detail.known))
+        holding = self.host.admit(message, num_blocks, {"engine", "transfer"}, detail)
+        # BEGIN goes out now, not with the first block: the receiver's reservation stays alive while the prompt waits here.
+        self._sender.open(ticket, on_end=lambda outcome: self._on_transfer_end(holding, outcome))
+        self.host.engine.submit(
+            SequenceSpec(
+                sequence_id=holding.sequence_id,
+                prompt=tuple(message.prompt),
+                sampling=sampling,
+                eos_token_ids=self._eos_token_ids,
+                block_table=tuple(holding.blocks),
+                output=tuple(message.output),
+                prefill_only=True,
+            )
+        )
+
+    def _on_output(
+        self, holding: Holding[_Detail], output: SequenceOutput, _: StepResult
+    ) -> worker_pb2.SequenceUpdate | None:
+        detail = holding.detail
+        self._metrics.prompt_tokens.inc(max(output.num_computed_tokens - detail.num_computed_tokens, 0))
+        detail.num_computed_tokens = max(output.num_computed_tokens, detail.num_computed_tokens)
+        if not holding.has_ended and "transfer" in holding.uses:
+            self._hand_over(holding, output)
+        return self.host.token_update(holding, output)
+
+    def _hand_over(self, holding: Holding[_Detail], output: SequenceOutput) -> None:
+        detail = holding.detail
+        if output.finish_reason == "error":
+            self._sender.abort(detail.ticket.transfer_id, "prefill failed")
+            return
+        is_complete = detail.num_computed_tokens >= len(detail.known)
+        num_final = len(holding.blocks) if is_complete else detail.num_computed_tokens // self._layout.block_tokens
+        if num_final > detail.num_pushed_blocks and output.finish_reason is None:
+            blocks = holding.blocks[detail.num_pushed_blocks : num_final]
+            self._sender.push(detail.ticket.transfer_id, blocks, detail.num_pushed_blocks)
+            detail.num_pushed_blocks = num_final
+        if output.token_ids:
+            committed = Committed(
+                first_token=output.token_ids[0],
+                num_prompt_tokens=len(detail.known),
+                prompt_hash=hash_tokens(detail.known),
+                is_finished=output.finish_reason is not None,
+            )
+            self._sender.commit(detail.ticket.transfer_id, committed)
+
+    def _on_transfer_end(self, holding: Holding[_Detail], outcome: TransferOutcome) -> None:
+        if outcome.is_done:
+            self._metrics.transfer_seconds.observe(outcome.duration_s)
+        else:
+            self.host.fail(holding, UnavailableError(f"KV transfer {outcome.result}: {outcome.reason}"))
+        self.host.ledger.end_use(holding, "transfer")
+
+    def _stop_uses(self, holding: Holding[_Detail]) -> None:
+        if "transfer" in holding.uses:
+            self._sender.abort(holding.detail.ticket.transfer_id, "the request ended")
+        if "engine" in holding.uses:
+            self.host.engine.abort(holding.sequence_id)

@@ -1,0 +1,133 @@
+"""Which workers take a request: a pure function of a snapshot, so that tests and simulations call what the router calls."""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from core.layout import Fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker as the router sees it now. What it reported is corrected by what the router has sent since."""
+
+    worker_id: str
+    is_ready: bool  # connected, not draining, engine moving
+    fingerprint: Fingerprint
+    kv_endpoint: str = ""  # decode: where transfers connect
+    peers: frozenset[str] = frozenset()  # prefill: decode KV endpoints it shook hands with
+    free_blocks: int
+    total_blocks: int
+    free_sequences: int
+    queued_tokens: int = 0  # prompt tokens sent there and not computed yet
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request takes. Blocks are counted by the worker, whose block size may differ."""
+
+    num_prompt_tokens: int
+    max_total_tokens: int  # prompt and answer
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs; without `prefill` it runs whole in `decode`."""
+
+    decode: str
+    prefill: str | None = None
+
+
+class Refusal(Enum):
+    """Why there is no placement."""
+
+    NO_WORKERS = "no live worker can serve"
+    NEVER_FITS = "larger than every worker's KV pool or context"
+    FULL = "no room now"
+
+
+def place(
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    need: Need,
+    excluded: Collection[str],
+    rng: random.Random,
+) -> Placement | Refusal:
+    """The least loaded pair that is alive, shook hands, holds equal kinds of KV and has room; ties at random.
+
+    Load of a pair: first the prompt tokens waiting before the request in prefill, then the share of the decode pool that
+    is taken with the request in it.
+
+    Args:
+        prefills, decodes: all workers known; unready ones are passed over.
+        need: of the request.
+        excluded: worker ids that failed this request already.
+        rng: breaks ties.
+    """
+    pairs = [
+        (prefill, decode)
+        for decode in decodes
+        if _is_candidate(decode, need, excluded)
+        for prefill in prefills
+        if _is_candidate(prefill, need, excluded) and can_pair(prefill, decode)
+    ]
+    if not pairs:
+        return Refusal.NO_WORKERS
+    pairs = [
+        (prefill, decode)
+        for prefill, decode in pairs
+        if _blocks(prefill, need.num_prompt_tokens) <= prefill.total_blocks
+        and _blocks(decode, need.max_total_tokens) <= decode.total_blocks
+    ]
+    if not pairs:
+        return Refusal.NEVER_FITS
+    open_pairs = [
+        (prefill, decode)
+        for prefill, decode in pairs
+        if _has_room(prefill, need.num_prompt_tokens) and _has_room(decode, need.max_total_tokens)
+    ]
+    if not open_pairs:
+        return Refusal.FULL
+    prefill, decode = min(open_pairs, key=lambda pair: (pair[0].queued_tokens, _taken(pair[1], need), rng.random()))
+    return Placement(decode=decode.worker_id, prefill=prefill.worker_id)
+
+
+def place_aggregated(
+    workers: Sequence[WorkerView], need: Need, excluded: Collection[str], rng: random.Random
+) -> Placement | Refusal:
+    """The worker with the smallest share taken that has room for the whole request."""
+    candidates = [worker for worker in workers if _is_candidate(worker, need, excluded)]
+    if not candidates:
+        return Refusal.NO_WORKERS
+    candidates = [worker for worker in candidates if _blocks(worker, need.max_total_tokens) <= worker.total_blocks]
+    if not candidates:
+        return Refusal.NEVER_FITS
+    candidates = [worker for worker in candidates if _has_room(worker, need.max_total_tokens)]
+    if not candidates:
+        return Refusal.FULL
+    best = min(candidates, key=lambda worker: (worker.queued_tokens, _taken(worker, need), rng.random()))
+    return Placement(decode=best.worker_id)
+
+
+def can_pair(prefill: WorkerView, decode: WorkerView) -> bool:
+    """Whether KV of one is KV of the other, and a transfer would find the way."""
+    return prefill.fingerprint == decode.fingerprint and decode.kv_endpoint in prefill.peers
+
+
+def _is_candidate(worker: WorkerView, need: Need, excluded: Collection[str]) -> bool:
+    return worker.is_ready and worker.worker_id not in excluded and need.max_total_tokens <= worker.max_model_len
+
+
+def _blocks(worker: WorkerView, num_tokens: int) -> int:
+    return -(-num_tokens // worker.fingerprint.block_tokens)
+
+
+def _has_room(worker: WorkerView, num_tokens: int) -> bool:
+    return worker.free_sequences > 0 and _blocks(worker, num_tokens) <= worker.free_blocks
+
+
+def _taken(worker: WorkerView, need: Need) -> float:
+    used = worker.total_blocks - worker.free_blocks + _blocks(worker, need.max_total_tokens)
+    return used / worker.total_blocks

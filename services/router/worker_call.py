@@ -1,0 +1,44 @@
+"""Calls from the router to a worker, and what their failures mean for the request."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import Message
+from grpc import aio
+
+from core.errors import CapacityError, DeadlineError, UnavailableError
+from services.common import rpc
+from services.router.fleet import RemoteWorker
+
+RPC_TIMEOUT_S = 5.0  # accepting a sequence takes a worker microseconds
+
+
+class RefusedError(CapacityError):
+    """A worker had no room for a sequence after all."""
+
+    def __init__(self, worker: RemoteWorker, message: str) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+class BrokenWorkerError(UnavailableError):
+    """A worker could not take a sequence for reasons of its own."""
+
+    def __init__(self, worker: RemoteWorker, message: str) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+
+async def call_worker(worker: RemoteWorker, method: Callable[..., Awaitable[Any]], request: Message) -> Any:
+    """Call a worker. Raises RefusedError, BrokenWorkerError, or the ServingError that the request itself earned."""
+    try:
+        return await method(request, timeout=RPC_TIMEOUT_S)
+    except aio.AioRpcError as call_error:
+        error = rpc.error_of(call_error)
+        text = f"worker {worker.worker_id}: {error}"
+        if isinstance(error, CapacityError):
+            raise RefusedError(worker, text) from call_error
+        # A DeadlineError here is the RPC's own timeout: the worker does not answer.
+        if isinstance(error, UnavailableError | DeadlineError):
+            raise BrokenWorkerError(worker, text) from call_error
+        raise error from call_error
