@@ -1,7 +1,7 @@
 """A router core without workers: plays a script. Ships so that every edge can be tested in milliseconds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 from core.errors import NotFoundError, ServingError
 from services.router.api import Chunk, Done, GenerateCall, ModelCard, Timings
@@ -9,7 +9,8 @@ from services.router.api import Chunk, Done, GenerateCall, ModelCard, Timings
 Step = Chunk | Done | ServingError | asyncio.Event
 """What a script says next: give this, raise this, or wait for this."""
 
-Script = Callable[[GenerateCall], Sequence[Step]]
+Script = Callable[[GenerateCall], Iterable[Step]]
+"""The steps of one answer; taken one by one, so a generator sees how far the reader is."""
 
 
 def done(*, prompt_tokens: int = 3, completion_tokens: int = 0, matched_stop: str = "", cached_tokens: int = 0) -> Done:
@@ -28,7 +29,7 @@ def done(*, prompt_tokens: int = 3, completion_tokens: int = 0, matched_stop: st
 def words(*texts: str) -> Script:
     """A script that gives one token for each text, with ids 10, 11, ..., and stops."""
 
-    def script(_call: GenerateCall) -> Sequence[Step]:
+    def script(_call: GenerateCall) -> Iterable[Step]:
         chunks = [Chunk(text=text, token_ids=(10 + index,)) for index, text in enumerate(texts)]
         return [*chunks, done(completion_tokens=len(chunks))]
 

@@ -35,6 +35,8 @@ from services.router.openai_schema import HttpCall, parse_chat, parse_completion
 
 logger = logging.getLogger(__name__)
 
+INLINE_BODY_BYTES = 64 * 1024  # about a millisecond of parsing; a larger body goes to a thread
+
 Metrics = Callable[[], tuple[bytes, str]]
 """The metrics page: its body and content type."""
 
@@ -147,7 +149,10 @@ class _Endpoint:
         try:
             if given_id and given_id != exchange.request_id:
                 raise InvalidRequestError("X-Request-Id", f"must match {REQUEST_ID.pattern}")
-            call = self._parse(body, exchange.request_id)
+            if len(body) <= INLINE_BODY_BYTES:
+                call = self._parse(body, exchange.request_id)
+            else:
+                call = await asyncio.to_thread(self._parse, body, exchange.request_id)
             if call.stream:
                 await self._answer_events(call, exchange)
             else:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -291,14 +291,13 @@ async def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
 async def test_a_reader_that_stops_reading_is_dropped_with_bounded_buffers() -> None:
     given = 0
 
-    class Counting(FakeRouterCore):
-        async def generate(self, call: GenerateCall):  # type: ignore[no-untyped-def]
-            nonlocal given
-            async for part in super().generate(call):
-                given += 1
-                yield part
+    def script(call: GenerateCall) -> Iterator[Step]:
+        nonlocal given
+        for _ in range(100_000):
+            given += 1
+            yield Chunk(text="x" * 1000, token_ids=(1,))
 
-    core = Counting(lambda _: [Chunk(text="x" * 1000, token_ids=(1,))] * 100_000)
+    core = FakeRouterCore(script)
     async with serving(create_app(core, limits=HttpLimits(stall_timeout_s=0.2))) as url:
         _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port, limit=1)
         writer.write(raw_post("/v1/completions", TEXT | {"stream": True}))

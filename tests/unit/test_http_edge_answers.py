@@ -1,0 +1,67 @@
+"""The writer's short cut for plain tokens says the same as spelling every event out."""
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.sequence import TokenLogprobs
+from services.router.api import Chunk
+from services.router.openai_answers import AnswerWriter, ChatChoices, CompletionChoices
+
+TEXTS = st.lists(st.tuples(st.integers(0, 2), st.text() | st.just("\x00") | st.just("\u2028")), max_size=12)
+CHUNK_WITH_LOGPROBS = Chunk(text="l", token_ids=(7,), logprobs=(TokenLogprobs(7, -0.5),))
+
+
+def writer(choices: ChatChoices | CompletionChoices, *, with_usage: bool) -> AnswerWriter:
+    return AnswerWriter(
+        choices, answer_id="id", model='mod"el\x00', created=5, with_usage=with_usage, with_token_ids=False
+    )
+
+
+def payload(event: bytes) -> dict[str, Any]:
+    assert event.isascii()
+    assert (event[:6], event[-2:], event.count(b"\n")) == (b"data: ", b"\n\n", 2)
+    parsed: dict[str, Any] = json.loads(event[6:])
+    return parsed
+
+
+@given(TEXTS, st.booleans())
+def test_chat_events_of_any_texts(texts: list[tuple[int, str]], with_usage: bool) -> None:
+    written = writer(ChatChoices(str, has_logprobs=False), with_usage=with_usage)
+    begun: set[int] = set()
+    for index, text in texts:
+        role = {} if index in begun else {"role": "assistant"}
+        begun.add(index)
+        expected = {
+            "id": "id",
+            "object": "chat.completion.chunk",
+            "created": 5,
+            "model": 'mod"el\x00',
+            "choices": [
+                {"index": index, "delta": role | {"content": text}, "logprobs": None, "finish_reason": None},
+            ],
+        } | ({"usage": None} if with_usage else {})
+        assert payload(written.event(index, Chunk(text=text, token_ids=(1,)))) == expected
+
+
+@given(TEXTS)
+def test_completion_events_of_any_texts(texts: list[tuple[int, str]]) -> None:
+    written = writer(CompletionChoices(str, has_logprobs=False), with_usage=False)
+    for index, text in texts:
+        (choice,) = payload(written.event(index, Chunk(text=text, token_ids=(1,))))["choices"]
+        assert choice == {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+
+def test_logprobs_are_never_lost_to_the_short_cut() -> None:
+    written = writer(CompletionChoices(str, has_logprobs=True), with_usage=False)
+    for text_offset in range(3):
+        (choice,) = payload(written.event(0, CHUNK_WITH_LOGPROBS))["choices"]
+        assert choice["logprobs"]["text_offset"] == [text_offset]
+
+
+def test_a_part_of_a_character_has_no_bytes_to_show() -> None:
+    written = writer(ChatChoices(lambda _: "\ufffd", has_logprobs=True), with_usage=False)
+    (choice,) = payload(written.event(0, CHUNK_WITH_LOGPROBS))["choices"]
+    assert choice["logprobs"]["content"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": None, "top_logprobs": []}]
