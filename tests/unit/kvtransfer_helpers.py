@@ -5,8 +5,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from core.clock import ManualClock
+from core.clock import Clock, ManualClock
 from core.layout import Fingerprint
 from kvtransfer.config import TransferConfig
 from kvtransfer.inproc import ByteBlocks
@@ -78,17 +79,16 @@ class Ends:
 
 @dataclass
 class Pair:
-    """One sender and one receiver. Their clock moves only in `pass_time`, so a slow machine causes no timeout."""
+    """One sender and one receiver. A manual clock moves only in `pass_time`, so a slow machine causes no timeout."""
 
     transport: Transport
     bind: str = "inproc://*"
     config: TransferConfig = CONFIG
     block_bytes: int = BLOCK_BYTES
     num_blocks: int = 32
-    sender_transport: Transport | None = None
+    clock: Clock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
-        self.clock = ManualClock()
         self.source = ByteBlocks(self.num_blocks, self.block_bytes)
         self.target = ByteBlocks(self.num_blocks, self.block_bytes)
         self.receiver = self.make_receiver("r1")
@@ -98,8 +98,7 @@ class Pair:
         return KVReceiver(self.target, self.transport, fingerprint, incarnation, self.config, self.clock)
 
     def make_sender(self, incarnation: str, fingerprint: Fingerprint = FINGERPRINT, name: str = "p") -> KVSender:
-        transport = self.sender_transport or self.transport
-        return KVSender(self.source, transport, fingerprint, incarnation, self.config, self.clock, name)
+        return KVSender(self.source, self.transport, fingerprint, incarnation, self.config, self.clock, name)
 
     async def __aenter__(self) -> "Pair":
         await self.receiver.start(self.bind)
@@ -115,13 +114,14 @@ class Pair:
         ends.ticket = self.receiver.open(blocks, prompt_hash, ends.received.append, ends.committed.append)
         return ends
 
-    def open(self, blocks: Sequence[int], prompt_hash: bytes = PROMPT, **changes: int) -> Ends:
+    def open(self, blocks: Sequence[int], prompt_hash: bytes = PROMPT, **changes: Any) -> Ends:
         ends = self.reserve(blocks, prompt_hash)
         self.sender.open(replace(ends.ticket, **changes), ends.sent.append)
         return ends
 
     async def pass_time(self, seconds: float) -> None:
         """Let time go by in heartbeats, with every frame delivered in between."""
+        assert isinstance(self.clock, ManualClock)
         steps = math.ceil(seconds / self.config.heartbeat_s)
         for _ in range(steps):
             self.clock.advance(seconds / steps)

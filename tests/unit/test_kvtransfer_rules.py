@@ -25,6 +25,7 @@ from kvtransfer.frames import (
 )
 from kvtransfer.inproc import InprocTransport
 from kvtransfer.send_session import SendSession
+from kvtransfer.sender import KVSender
 from kvtransfer.ticket import Committed, Ticket
 from kvtransfer.transport import Part, Socket
 from tests.unit.kvtransfer_helpers import (
@@ -585,8 +586,8 @@ async def test_another_kind_of_blocks_is_refused_naming_both_values(pair: Pair) 
 
 
 async def test_nobody_at_the_endpoint_is_an_error_within_the_deadline(pair: Pair) -> None:
-    sender = pair.make_sender("s2")
-    sender._config = replace(CONFIG, connect_timeout_s=0.05)
+    config = replace(CONFIG, connect_timeout_s=0.05)
+    sender = KVSender(pair.source, pair.transport, FINGERPRINT, "s2", config)
     with pytest.raises(TransferError, match="inproc://nowhere"):
         await sender.connect("inproc://nowhere")
     await sender.aclose()
