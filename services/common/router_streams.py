@@ -6,7 +6,7 @@ end, the service is told once and aborts what it ran for that router: a request 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from baton.v1 import worker_pb2
 
@@ -62,7 +62,7 @@ class RouterStreams:
         for mailbox in self._mailboxes.values():
             mailbox.wake.set()
 
-    async def attach(self, router_id: str) -> AsyncIterator[worker_pb2.StepBatch]:
+    async def attach(self, router_id: str) -> AsyncGenerator[worker_pb2.StepBatch, None]:
         """Yield what is published for `router_id` until the stream ends. The first message comes at once."""
         older = self._mailboxes.get(router_id)
         if older is not None:

@@ -20,7 +20,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Attach(self, request: worker_pb2.AttachRequest, context: Context) -> AsyncIterator[worker_pb2.StepBatch]:
         """One router's updates, one message per engine step, until either end leaves."""
-        async with aclosing(self._host.streams.attach(request.router_id)) as batches:  # type: ignore[type-var]
+        async with aclosing(self._host.streams.attach(request.router_id)) as batches:
             async for batch in batches:
                 yield batch
 

@@ -6,7 +6,7 @@ one chunk: the bound is the answer's own length, max_tokens.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from baton.v1 import worker_pb2
@@ -159,7 +159,7 @@ class Answer:
         while not self.has_ended and (following := self._early.pop(len(self.token_ids), None)) is not None:
             self._take(following)
 
-    async def events(self) -> AsyncIterator[Chunk | Done]:
+    async def events(self) -> AsyncGenerator[Chunk | Done, None]:
         """What an edge streams. Raises the ServingError the answer ended with."""
         while True:
             await self._wake.wait()

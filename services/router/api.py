@@ -1,6 +1,6 @@
 """What the edges (gRPC, HTTP) ask of the router's core, and what they get back. Neither edge knows the other."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -87,7 +87,7 @@ class ModelCard:
 class RouterCore(Protocol):
     """The router behind its edges."""
 
-    def generate(self, call: GenerateCall) -> AsyncIterator[Chunk | Done]:
+    def generate(self, call: GenerateCall) -> AsyncGenerator[Chunk | Done, None]:
         """Stream one answer: chunks, then one Done. Closing the iterator early aborts the request.
 
         Raises:

@@ -41,7 +41,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Stream one answer. A client that goes away, or does not read, frees what its request holds."""
         try:
             call = _call_from(request, _time_left(context))
-            async with aclosing(self._router.generate(call)) as events:  # type: ignore[type-var]
+            async with aclosing(self._router.generate(call)) as events:
                 async for event in events:
                     try:
                         async with asyncio.timeout(self._stall_timeout_s):

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -214,7 +213,7 @@ class _Endpoint:
 async def _checked(core: RouterCore, call: GenerateCall) -> AsyncGenerator[Chunk | Done, None]:
     """The core's parts of one answer. A normal end is a Done that says stop or length; anything else is an error."""
     # Closing its iterator is how a call is aborted (`RouterCore.generate`); the protocol's type does not show it.
-    answer = cast("AsyncGenerator[Chunk | Done, None]", core.generate(call))
+    answer = core.generate(call)
     async with aclosing(answer) as parts:
         async for part in parts:
             if isinstance(part, Done) and part.finish_reason == "abort":

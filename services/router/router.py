@@ -8,7 +8,8 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 
 from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
@@ -102,16 +103,17 @@ class Router:
             await self._wait_empty(5.0)
         await self._keys.flush()
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[Chunk | Done]:
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Chunk | Done, None]:
         """Stream one answer; see `RouterCore.generate`."""
         marks = Marks(self._clock())
         status = "CANCELLED"
         try:
-            async for event in self._serve(call, marks):
-                yield event
-                if isinstance(event, Done):
-                    status = ""
-                    self._metrics.finished(event, marks.token_gaps_s)
+            async with aclosing(self._serve(call, marks)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        status = ""
+                        self._metrics.finished(event, marks.token_gaps_s)
+                    yield event
         except ServingError as error:
             status = status_of(error).grpc
             raise
@@ -181,7 +183,7 @@ class Router:
             for state in WORKER_STATES:
                 self._metrics.worker_state.labels(worker.worker_id, state).set(worker.state == state)
 
-    async def _serve(self, call: GenerateCall, marks: Marks) -> AsyncIterator[Chunk | Done]:
+    async def _serve(self, call: GenerateCall, marks: Marks) -> AsyncGenerator[Chunk | Done, None]:
         if self.is_draining:
             raise UnavailableError("router is draining")
         self.intake.require_model(call.model)
@@ -206,8 +208,9 @@ class Router:
             answer.deadline = marks.arrived + timeout_s
             late = DeadlineError(f"the answer was not complete within {timeout_s:.1f} s")
             timer = asyncio.get_running_loop().call_later(answer.deadline - self._clock(), answer.fail, late)
-            async for event in self._attempts(answer, request_id, owner):
-                yield event
+            async with aclosing(self._attempts(answer, request_id, owner)) as events:
+                async for event in events:
+                    yield event
         finally:
             if timer is not None:
                 timer.cancel()
@@ -216,7 +219,7 @@ class Router:
             if not self._requests:
                 self._emptied.set()
 
-    async def _attempts(self, answer: Answer, request_id: str, owner: str) -> AsyncIterator[Chunk | Done]:
+    async def _attempts(self, answer: Answer, request_id: str, owner: str) -> AsyncGenerator[Chunk | Done, None]:
         """Run the answer at one pair of workers after another until it is done, going on after the tokens there are."""
         excluded: set[str] = set()
         num_failed = 0
@@ -227,8 +230,9 @@ class Router:
                     await self._place(answer, sequence_id, frozenset(excluded))
                     await self._dispatch(answer, sequence_id)
                     self._keys.placed(request_id, self._key_fields(answer))
-                async for event in answer.events():
-                    yield event
+                async with aclosing(answer.events()) as events:
+                    async for event in events:
+                        yield event
                 return
             except RefusedError as refusal:
                 # The view of the worker was too good, or another router was faster: wait for its next report.

@@ -1,0 +1,112 @@
+"""`baton router`, `baton prefill`, `baton decode`: one process each, as Helm runs it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+from services.cli import flags
+from services.cli.home import baton_home
+from services.cli.progress import progress_bars
+from services.common.lifecycle import run_until_stopped
+from services.common.logs import configure_logging
+from services.common.options import ClusterOptions, EngineOptions, ModelOptions, RouterLimits, limit_context, parse_size
+from services.common.worker_process import EngineParts
+
+
+def resolve_model(options: ModelOptions) -> tuple[Path, str]:
+    """The model's folder and the name it is served under; imports a .gguf file first. Raises ConfigError."""
+    from services.common.models.store import ModelStore
+
+    with progress_bars() as report:
+        folder = ModelStore(baton_home()).resolve(options.model, report)
+    return folder, options.served_model_name or folder.name
+
+
+def print_ready(endpoints: str) -> None:
+    """The line on stdout that tools wait for."""
+    print(f"READY {endpoints}", flush=True)
+
+
+def run_router(values: dict[str, Any]) -> None:
+    """Be a router until stopped."""
+    from services.router.main import load_served_model, serve
+
+    cluster, model = flags.build(ClusterOptions, values), flags.build(ModelOptions, values)
+    limits = flags.build(RouterLimits, values)
+    configure_logging("router", cluster.log_level, cluster.log_format)
+    folder, name = resolve_model(model)
+    served = load_served_model(folder, name, model.max_model_len)
+    run_until_stopped(lambda stop: serve(cluster, limits, served, stop, print_ready))
+
+
+def run_prefill(values: dict[str, Any]) -> None:
+    """Be a prefill worker until stopped."""
+    from services.prefill.main import serve
+
+    _run_worker("prefill", values, serve)
+
+
+def run_decode(values: dict[str, Any]) -> None:
+    """Be a decode worker until stopped."""
+    from services.decode.main import serve
+
+    _run_worker("decode", values, serve)
+
+
+def _run_worker(role: str, values: dict[str, Any], serve: Callable[..., Awaitable[None]]) -> None:
+    from kvtransfer.config import TransferConfig
+    from kvtransfer.zeromq import ZmqTransport
+
+    cluster, model = flags.build(ClusterOptions, values), flags.build(ModelOptions, values)
+    engine = flags.build(EngineOptions, values)
+    configure_logging(role, cluster.log_level, cluster.log_format)
+    transfer = TransferConfig(idle_timeout_s=engine.kv_idle_timeout_s)
+    transport = ZmqTransport()
+
+    async def main(stop: asyncio.Event) -> None:
+        try:
+            await serve(cluster, lambda: _load_engine(model, engine), transport, transfer, stop, print_ready)
+        except* ConfigError as group:
+            raise group.exceptions[0] from None
+
+    run_until_stopped(main)
+    transport.close()
+
+
+def _load_engine(model: ModelOptions, options: EngineOptions) -> EngineParts:
+    from engine.build import build_engine
+    from engine.scheduler import StepLimits
+    from services.common.registry import Capacity
+
+    limits = StepLimits(max_batched_tokens=options.max_batched_tokens, max_sequences=options.max_sequences)
+    folder, name = resolve_model(model)
+    with progress_bars() as report:
+        built = build_engine(
+            folder,
+            model=name,
+            dtype=options.dtype,
+            device=options.device,
+            block_tokens=options.block_tokens,
+            num_blocks=options.kv_blocks,
+            kv_memory_bytes=parse_size(options.kv_memory),
+            threads=options.threads,
+            limits=limits,
+            load_progress=lambda done, total: report("load", done, total),
+        )
+    capacity = Capacity(
+        total_blocks=built.pool.num_total,
+        max_sequences=options.max_sequences,
+        max_model_len=limit_context(model.max_model_len, built.config.max_context_tokens),
+        vocab_size=built.config.vocab_size,
+    )
+    return EngineParts(
+        engine=built.engine,
+        pool=built.pool,
+        memory=built.memory,
+        layout=built.layout,
+        fingerprint=built.fingerprint,
+        eos_token_ids=built.config.eos_token_ids,
+        capacity=capacity,
+    )

