@@ -62,9 +62,22 @@ def test_a_decode_row_is_the_same_alone_and_in_a_ragged_batch() -> None:
 
 
 def test_a_window_gathers_only_its_blocks() -> None:
-    index = DecodeIndex.build(torch.arange(20).view(2, 10), torch.tensor([40, 13]), 4, window=4)
-    assert index.block_ids.tolist() == [9, 9, 12, 13]  # 36-39 in one block; 9-12 across two
+    [group] = DecodeIndex.build(torch.arange(20).view(2, 10), torch.tensor([40, 13]), 4, window=4).groups
+    assert group.rows.tolist() == [0, 1]
+    assert group.block_ids.tolist() == [9, 9, 12, 13]  # 36-39 in one block (padded); 9-12 across two
     assert PrefillIndex.build(torch.arange(10), 30, 5, 4, window=4).block_ids.tolist() == [6, 7, 8]
+
+
+def test_long_and_short_sequences_are_gathered_apart() -> None:
+    torch.manual_seed(6)
+    lens = torch.tensor([3, 2500, 40, 1, 1200, 700])
+    kv = torch.randn(300, 2, 1, 16, 4)
+    tables = torch.randint(300, (6, 157))
+    index = DecodeIndex.build(tables, lens, 16, None)
+    assert [group.rows.tolist() for group in index.groups] == [[0, 3, 2], [5], [4], [1]]
+    q = torch.randn(6, 2, 4)
+    expected = decode_attention_ref(q, kv, tables, lens, None)
+    torch.testing.assert_close(decode_attention(q, kv, index), expected, rtol=0, atol=TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
