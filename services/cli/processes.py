@@ -45,34 +45,48 @@ def run_prefill(values: dict[str, Any]) -> None:
     """Be a prefill worker until stopped."""
     from services.prefill.main import serve
 
-    _run_worker("prefill", values, serve)
+    parts = _WorkerInputs("prefill", values)
+    parts.live(lambda stop: serve(parts.cluster, parts.load, parts.transport, parts.transfer, stop, print_ready))
 
 
 def run_decode(values: dict[str, Any]) -> None:
     """Be a decode worker until stopped."""
     from services.decode.main import serve
 
-    _run_worker("decode", values, serve)
+    parts = _WorkerInputs("decode", values)
+    bind = parts.engine.kv_bind or f"tcp://{parts.cluster.host}:0"
+    parts.live(lambda stop: serve(parts.cluster, bind, parts.load, parts.transport, parts.transfer, stop, print_ready))
 
 
-def _run_worker(role: str, values: dict[str, Any], serve: Callable[..., Awaitable[None]]) -> None:
-    from kvtransfer.config import TransferConfig
-    from kvtransfer.zeromq import ZmqTransport
+class _WorkerInputs:
+    """What either worker's composition root is given."""
 
-    cluster, model = flags.build(ClusterOptions, values), flags.build(ModelOptions, values)
-    engine = flags.build(EngineOptions, values)
-    configure_logging(role, cluster.log_level, cluster.log_format)
-    transfer = TransferConfig(idle_timeout_s=engine.kv_idle_timeout_s)
-    transport = ZmqTransport()
+    def __init__(self, role: str, values: dict[str, Any]) -> None:
+        from kvtransfer.config import TransferConfig
+        from kvtransfer.zeromq import ZmqTransport
 
-    async def main(stop: asyncio.Event) -> None:
-        try:
-            await serve(cluster, lambda: _load_engine(model, engine), transport, transfer, stop, print_ready)
-        except* ConfigError as group:
-            raise group.exceptions[0] from None
+        self.cluster: ClusterOptions = flags.build(ClusterOptions, values)
+        self.engine: EngineOptions = flags.build(EngineOptions, values)
+        self._model: ModelOptions = flags.build(ModelOptions, values)
+        configure_logging(role, self.cluster.log_level, self.cluster.log_format)
+        self.transfer = TransferConfig(idle_timeout_s=self.engine.kv_idle_timeout_s)
+        self.transport = ZmqTransport()
 
-    run_until_stopped(main)
-    transport.close()
+    def load(self) -> EngineParts:
+        """Load the model; takes seconds."""
+        return _load_engine(self._model, self.engine)
+
+    def live(self, serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+        """Run until stopped. Raises ConfigError from any part."""
+
+        async def main(stop: asyncio.Event) -> None:
+            try:
+                await serve(stop)
+            except* ConfigError as group:
+                raise group.exceptions[0] from None
+
+        run_until_stopped(main)
+        self.transport.close()
 
 
 def _load_engine(model: ModelOptions, options: EngineOptions) -> EngineParts:

@@ -95,10 +95,17 @@ class EngineOptions:
     max_batched_tokens: int = flag(512, "Tokens computed in one step at most.")
     threads: int = flag(1, "Compute threads.")
     transport: Literal["zmq"] = flag("zmq", "How KV blocks travel.")
+    kv_bind: str = flag(
+        "", "Where a decode worker takes KV: tcp://HOST:PORT or ipc://PATH; default: any free port of --host."
+    )
     kv_idle_timeout_s: float = flag(10.0, "A KV transfer whose other end is silent for this long fails.")
 
     def __post_init__(self) -> None:
         parse_size(self.kv_memory)
+        if self.kv_bind and not self.kv_bind.startswith(("tcp://", "ipc://")):
+            raise ConfigError(
+                f"kv_bind={self.kv_bind!r}: must be tcp://HOST:PORT or ipc://PATH; port 0 picks a free one"
+            )
         for name in ("block_tokens", "max_sequences", "max_batched_tokens", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")

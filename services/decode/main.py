@@ -79,6 +79,7 @@ async def compose(
 
 async def serve(
     options: ClusterOptions,
+    bind: str,
     load: Callable[[], EngineParts],
     transport: Transport,
     transfer: TransferConfig,
@@ -89,6 +90,7 @@ async def serve(
 
     Args:
         options: where it listens and how it finds the others.
+        bind: where KV arrives, e.g. `tcp://127.0.0.1:0` or `ipc://*`.
         load: loads the model; runs in a thread.
         transport, transfer: how KV arrives.
         stop: set when it should drain and end.
@@ -97,7 +99,7 @@ async def serve(
 
     async def build(incarnation: str, registry: CollectorRegistry) -> WorkerParts:
         parts = await asyncio.to_thread(load)
-        bind = f"tcp://{options.host}:0"
-        return await compose(parts, transport, transfer, bind, options.advertise_host, incarnation, registry)
+        advertise_host = options.advertise_host if bind.startswith("tcp://") else ""
+        return await compose(parts, transport, transfer, bind, advertise_host, incarnation, registry)
 
     await run_worker("decode", options, Registry.from_url(options.redis_url, options.cluster), build, stop, on_ready)

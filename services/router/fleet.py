@@ -223,7 +223,10 @@ class Fleet:
                 while True:
                     async with asyncio.timeout(self._silence_s):
                         batch = await call.read()
-                    if not isinstance(batch, worker_pb2.StepBatch) or batch.load.incarnation != worker.record.incarnation:
+                    if (
+                        not isinstance(batch, worker_pb2.StepBatch)
+                        or batch.load.incarnation != worker.record.incarnation
+                    ):
                         return  # it ended the stream, or another life of the worker sits at this address
                     if not worker.is_attached:
                         worker.is_attached = True
