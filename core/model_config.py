@@ -269,8 +269,9 @@ def _yarn(rope: RopeConfig, params: Mapping[str, Any], original: int, max_positi
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    mscale, mscale_all = params.get("mscale"), params.get("mscale_all_dim")
-    inferred = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    inferred = magnitude(1.0)
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        inferred = magnitude(_positive(params, "mscale")) / magnitude(_positive(params, "mscale_all_dim"))
     return replace(
         rope,
         factor=factor,

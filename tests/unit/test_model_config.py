@@ -182,6 +182,7 @@ def test_the_model_type_stands_in_for_missing_architectures() -> None:
             {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
             "low_freq_factor",
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": "big", "mscale_all_dim": 1}}, "mscale='big'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rms_norm_eps": ...}, "rms_norm_eps"),
