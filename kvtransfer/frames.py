@@ -16,7 +16,7 @@ import msgspec
 
 from core.errors import FrameError
 from core.layout import PROTOCOL_VERSION
-from kvtransfer.states import Result
+from kvtransfer.states import Failure
 from kvtransfer.transport import Part
 
 MAGIC = b"BTKV"
@@ -98,7 +98,7 @@ class Abort(Frame, frozen=True):
 
     transfer_id: TransferId
     epoch: Epoch
-    result: Result
+    result: Failure
     reason: Text
 
 

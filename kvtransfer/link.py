@@ -159,13 +159,10 @@ class SenderLink:
         """Enforce every deadline."""
         now = self._clock()
         for outgoing in list(self._outgoing.values()):
-            was_open = outgoing.session.life.is_open
             self._after(outgoing, outgoing.session.on_timer(now))
             life = outgoing.session.life
-            if was_open and life.result == "expired":
-                self._stats.leases_expired += 1
-            is_stuck = life.state.is_terminal and now >= life.entered_at + self._config.drain_timeout_s
-            if is_stuck and self._connection is not None:
+            is_late = life.state.is_terminal and now >= life.entered_at + self._config.drain_timeout_s
+            if is_late and self._connection is not None and not outgoing.is_settled():
                 self._break("blocks of an ended transfer are stuck in the transport")  # a closed socket lets go of them
         connection = self._connection
         if connection is not None and now >= connection.heard_at + self._config.peer_timeout_s:
@@ -206,9 +203,8 @@ class SenderLink:
             outgoing = self._ready.pop(transfer_id)
             if outgoing.session.has_work:
                 self._work = (outgoing, outgoing.session.take(self._max_blocks, self._clock()))
-                self._ready[transfer_id] = (
-                    outgoing  # to the end of the line: transfers share the link message by message
-                )
+                # To the end of the line: transfers share the link message by message.
+                self._ready[transfer_id] = outgoing
         return self._work is not None
 
     def _send_work(self, connection: Connection) -> None:

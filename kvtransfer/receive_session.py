@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from core.errors import TransferError
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import Abort, Begin, Commit, Control, Data, Done
-from kvtransfer.states import Lifecycle, Result, State
+from kvtransfer.states import Failure, Lifecycle, State
 from kvtransfer.ticket import Committed, TransferOutcome
 
 
@@ -103,7 +103,7 @@ class ReceiveSession:
         self.life.advance(State.DONE, now)
         return Done(self.transfer_id)
 
-    def abort(self, result: Result, reason: str, now: float) -> list[Control]:
+    def abort(self, result: Failure, reason: str, now: float) -> list[Control]:
         """End it: ABORT goes out, the blocks stay set aside until DRAINED. A second call is a no-op."""
         if not self.life.is_open:
             return []
@@ -161,7 +161,7 @@ class ReceiveSession:
         if self.life.state is State.CONNECTING:
             self.life.advance(State.SENDING, now)
 
-    def _enter_aborting(self, result: Result, reason: str, frames: list[Control], now: float) -> list[Control]:
+    def _enter_aborting(self, result: Failure, reason: str, frames: list[Control], now: float) -> list[Control]:
         has_writer = self.life.state is not State.RESERVED
         self.life.blame(result, reason)
         self.life.advance(State.ABORTING, now)

@@ -28,7 +28,6 @@ from kvtransfer.frames import (
     Commit,
     Control,
     Data,
-    Done,
     Drained,
     Hello,
     HelloOk,
@@ -88,7 +87,7 @@ class KVReceiver:
         self._epochs = itertools.count(1)
         self._incoming: dict[bytes, _Incoming] = {}
         self._peers: dict[bytes, Peer] = {}
-        self._ended: OrderedDict[bytes, bool] = OrderedDict()  # transfer id -> whether it was done
+        self._ended: OrderedDict[bytes, None] = OrderedDict()  # the last ones, oldest first
         self._socket: Socket | None = None
         self._endpoint = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -179,7 +178,6 @@ class KVReceiver:
         now = self._clock()
         for incoming in list(self._incoming.values()):
             self._after(incoming, incoming.session.on_timer(now))
-            self.stats.leases_expired += incoming.session.life.result == "expired"
         for peer in list(self._peers.values()):
             if peer.is_unreachable:
                 self._fence(peer, "sender unreachable")
@@ -311,11 +309,8 @@ class KVReceiver:
         self._settle(incoming)
 
     def _on_late_frame(self, peer: Peer, frame: Begin | Data | Commit | Abort | Drained) -> None:
-        was_done = self._ended.get(frame.transfer_id)
-        if was_done and isinstance(frame, Commit | Abort):
-            peer.outbox.append(Done(frame.transfer_id))  # it crossed our DONE, or DONE was lost
-        elif not isinstance(frame, Abort | Drained):  # those two end what has ended: nothing is wrong
-            self._refuse(peer, frame, "unknown_transfer" if was_done is None else "ended_transfer")
+        if not isinstance(frame, Abort | Drained):  # those two end what has ended: nothing is wrong
+            self._refuse(peer, frame, "ended_transfer" if frame.transfer_id in self._ended else "unknown_transfer")
 
     def _refuse(self, peer: Peer, frame: Begin | Data | Commit | Abort | Drained, why: str) -> None:
         self._drop(why)
@@ -357,7 +352,7 @@ class KVReceiver:
         if incoming.peer is not None:
             incoming.peer.transfers.discard(session.transfer_id)
         outcome = session.outcome(self._clock())
-        self._ended[session.transfer_id] = outcome.is_done
+        self._ended[session.transfer_id] = None
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
         self.stats.ended(outcome)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import MAX_BLOCKS_PER_MESSAGE, Abort, Begin, Commit, Control, Drained
-from kvtransfer.states import Lifecycle, Result, State
+from kvtransfer.states import Failure, Lifecycle, State
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from kvtransfer.transport import Part
 
@@ -111,7 +111,7 @@ class SendSession:
             blocks.append(self._waiting.popleft()[1])
         return Run(first, tuple(blocks))
 
-    def abort(self, result: Result, reason: str, now: float) -> list[Control]:
+    def abort(self, result: Failure, reason: str, now: float) -> list[Control]:
         """End at once: ABORT, then DRAINED, as nothing queued here is sent any more. A second call is a no-op."""
         if not self.life.is_open:
             return []
@@ -179,7 +179,7 @@ class SendSession:
             duration_s=now - self.life.opened_at,
         )
 
-    def _enter_aborting(self, result: Result, reason: str, now: float) -> None:
+    def _enter_aborting(self, result: Failure, reason: str, now: float) -> None:
         self.life.blame(result, reason)
         self._waiting.clear()
         self.life.advance(State.ABORTING, now)

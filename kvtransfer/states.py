@@ -17,8 +17,11 @@ from typing import Literal
 
 from core.errors import TransferError
 
-Result = Literal["done", "aborted", "failed", "expired"]
-"""How a transfer ended: adopted, cancelled by a caller, broken, or out of time before anybody used or renewed it."""
+Failure = Literal["aborted", "failed", "expired"]
+"""Cancelled by a caller, broken, or out of time before anybody used or renewed it."""
+
+Result = Literal["done"] | Failure
+"""How a transfer ended; done means adopted by the receiver."""
 
 
 class State(Enum):

@@ -15,9 +15,13 @@ class TransferStats:
     num_inflight: int = 0
     num_bytes: int = 0
     duration_s: float = 0.0  # summed over the transfers that are done
-    leases_expired: int = 0
     sequence_gaps: int = 0  # holes in a peer's numbering: frames were lost
     peers_lost: int = 0  # silent for too long, restarted, or unreachable
+
+    @property
+    def leases_expired(self) -> int:
+        """Transfers that ended because nobody used their ticket or renewed their lease in time."""
+        return self.transfers["expired"]
 
     def opened(self) -> None:
         """Count a transfer that began."""

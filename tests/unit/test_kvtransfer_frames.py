@@ -119,6 +119,7 @@ DATA_HEAD = struct.Struct("!4sBBHQ16sQIII")
         ([CONTROL_HEAD + b"\x81\xa4type" + b"\x91" * 2000], "control message"),
         ([CONTROL_HEAD + b"\x81\xa4type\xa5Hello"], "control message"),
         ([CONTROL_HEAD + b"\xdd\xff\xff\xff\xff"], "control message"),
+        (encode_control(Abort(ID, 1, "done", "an abort that claims success"), 0), "Invalid enum value 'done'"),  # type: ignore[arg-type]
         ([DATA_HEAD.pack(MAGIC, PROTOCOL_VERSION, 2, 0, 0, ID, 1, 0, 2, 0), b"one"], "announces 2"),
         ([DATA_HEAD.pack(MAGIC, PROTOCOL_VERSION, 2, 0, 0, ID, 1, 0, 0, 0)], "announces 0"),
         ([DATA_HEAD.pack(MAGIC, PROTOCOL_VERSION, 2, 0, 0, ID, 1, 0, 2**32 - 1, 0)], "announces"),

@@ -26,7 +26,7 @@ from kvtransfer.frames import (
 from kvtransfer.inproc import InprocTransport
 from kvtransfer.send_session import SendSession
 from kvtransfer.sender import KVSender
-from kvtransfer.ticket import Committed, Ticket
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from kvtransfer.transport import Part, Socket
 from tests.unit.kvtransfer_helpers import (
     BLOCK_BYTES,
@@ -127,23 +127,45 @@ async def test_begin_stops_the_reserve_timer_and_heartbeats_keep_a_waiting_promp
     assert ends.results == ("done", "done")
 
 
-async def test_a_lease_that_nobody_extends_frees_the_sender(pair: Pair) -> None:
-    forgetful = pair.transport.bind("inproc://forgetful")
-    ticket = Ticket(new_transfer_id(), 1, "inproc://forgetful", 1, 15_000)
-    ends = pair.reserve([])
-    pair.sender.open(ticket, ends.sent.append)
-    peer, _ = await forgetful.recv()
-    forgetful.send(peer, encode_control(HelloOk("forgetful", 1000), 0))
-    number = 0
-    while not ends.sent:
-        # The link is alive, but no heartbeat speaks of this transfer.
-        number += 1
-        forgetful.send(peer, encode_control(Lease(15_000, []), number))
+class FakeReceiver:
+    """Accepts a sender and says only what it is told to."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.socket = pair.transport.bind("inproc://*")
+        self.ticket = Ticket(new_transfer_id(), 1, self.socket.endpoint, 0, 15_000)
+        self.number = 0
+
+    async def accept(self) -> None:
+        self.peer, _ = await self.socket.recv()
+        self.say(HelloOk("fake", 1000))
+
+    def say(self, frame: Control) -> None:
+        self.socket.send(self.peer, encode_control(frame, self.number))
+        self.number += 1
+
+
+async def test_a_lease_that_no_heartbeat_names_frees_the_sender(pair: Pair) -> None:
+    fake, sent = FakeReceiver(pair), list[TransferOutcome]()
+    pair.sender.open(fake.ticket, sent.append)
+    await fake.accept()
+    while not sent:
+        fake.say(Lease(15_000, []))
         await pair.pass_time(0.5)
-    assert ends.sent[0].result == "expired"
+    assert sent[0].result == "expired"
     assert pair.clock() == pytest.approx(15.0, abs=1.0)
     assert pair.sender.stats.leases_expired == 1
-    forgetful.close()
+
+
+async def test_a_receiver_that_never_says_done_frees_the_sender_by_the_commit_deadline(pair: Pair) -> None:
+    fake, sent = FakeReceiver(pair), list[TransferOutcome]()
+    pair.sender.open(fake.ticket, sent.append)
+    pair.sender.commit(fake.ticket.transfer_id, COMMITTED)
+    await fake.accept()
+    while not sent:
+        fake.say(Lease(15_000, [fake.ticket.transfer_id]))
+        await pair.pass_time(0.5)
+    assert "no DONE" in sent[0].reason
+    assert pair.clock() == pytest.approx(CONFIG.commit_timeout_s, abs=1.0)
 
 
 def test_an_extension_never_shortens_a_lease() -> None:
@@ -227,6 +249,18 @@ async def test_late_blocks_of_an_aborted_transfer_are_never_written(pair: Pair, 
     await settle()
     assert bytes(pair.target.view(5)) == bytes(BLOCK_BYTES)
     assert sum(pair.receiver.stats.frames_dropped.values()) == 1
+
+
+async def test_blocks_sent_before_the_sender_heard_of_the_abort_are_dropped(pair: Pair) -> None:
+    fill(pair.source, 0, seed=1)
+    ends = pair.open([5, 6])
+    await settle()
+    pair.receiver.abort(ends.ticket.transfer_id, "the client left")
+    pair.sender.push(ends.ticket.transfer_id, [0], 0)
+    await eventually(lambda: ends.both_ended)
+    assert ends.sent[0].num_bytes == BLOCK_BYTES
+    assert bytes(pair.target.view(5)) == bytes(BLOCK_BYTES)
+    assert pair.receiver.stats.frames_dropped == {"aborting": 1}
 
 
 async def test_a_callback_may_abort_what_it_is_told_to_adopt(pair: Pair) -> None:
@@ -402,7 +436,7 @@ async def test_after_commit_nothing_is_written_and_a_second_commit_adopts_nothin
     await _say_data(stranger, ends.ticket, 0, [BLOCK])
     assert len(ends.committed) == len(ends.received) == 1
     assert bytes(pair.target.view(10)) == b"y" * BLOCK_BYTES
-    assert pair.receiver.stats.frames_dropped["ended_transfer"] == 1
+    assert pair.receiver.stats.frames_dropped == {"ended_transfer": 2}
 
 
 @pytest.mark.parametrize(
@@ -451,6 +485,17 @@ async def test_a_lost_frame_fails_what_it_may_have_belonged_to_and_nothing_after
         assert (await pair.transfer([3], [3])).results == ("done", "done")
 
 
+async def test_a_lost_frame_of_the_receiver_is_noticed_by_the_sender(pair: Pair, faults: Faults) -> None:
+    ends = pair.open([0])
+    await pair.pass_time(1)
+    faults.set(Lease, "drop", times=1)
+    await pair.pass_time(1)
+    await eventually(lambda: ends.both_ended)
+    assert ends.results == ("failed", "failed")
+    assert pair.sender.stats.sequence_gaps == 1
+    assert (await pair.transfer([3], [3])).results == ("done", "done")
+
+
 @pytest.mark.parametrize("kind", [Begin, Data, Commit, Done, Lease])
 async def test_a_frame_that_comes_twice_is_counted_and_does_nothing(
     pair: Pair, faults: Faults, kind: type[Control]
@@ -468,14 +513,15 @@ async def test_a_frame_that_comes_twice_is_counted_and_does_nothing(
     assert pair.sender.stats.frames_dropped["replayed"] + pair.receiver.stats.frames_dropped["replayed"] >= 1
 
 
-async def test_a_lost_done_is_repeated_when_the_sender_asks(pair: Pair, faults: Faults) -> None:
+async def test_a_lost_done_is_noticed_at_the_next_frame(pair: Pair, faults: Faults) -> None:
     faults.set(Done, "drop", times=1)
     ends = pair.open([])
     pair.sender.commit(ends.ticket.transfer_id, COMMITTED)
     await settle()
     assert ends.received[0].result == "done"
-    await pair.pass_time(CONFIG.commit_timeout_s + 1)
-    assert len(ends.sent) == 1
+    await pair.pass_time(2 * CONFIG.heartbeat_s)
+    await eventually(lambda: ends.both_ended)
+    assert ends.sent[0].reason == "frames of the receiver were lost"
     assert (await pair.transfer([0], [0])).results == ("done", "done")
 
 
