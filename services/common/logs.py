@@ -35,5 +35,5 @@ def configure_logging(name: str, level: str, log_format: LogFormat) -> None:
     handler.setFormatter(_JsonFormatter() if log_format == "json" else text)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # One line per request from these would drown ours.
-    for noisy in ("httpx", "uvicorn.access", "asyncio"):
+    for noisy in ("httpx", "uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from core.errors import ConfigError
 from services.common.models.files import Progress, file_lock, no_progress, staged_folder
-from services.common.models.gguf_import import import_gguf
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FETCH_HINT = "`baton model fetch smollm2-135m-instruct`"
@@ -49,7 +48,7 @@ class ModelStore:
         """
         path = Path(model).expanduser()
         if path.suffix == ".gguf":
-            return self.add(_import_name(path), lambda folder: import_gguf(path, folder, progress))
+            return self.add(_import_name(path), lambda folder: _import_gguf(path, folder, progress))
         if (path / "config.json").is_file():
             return path
         if path.is_dir():
@@ -83,7 +82,7 @@ class ModelStore:
         name = stored_name(name or source.stem.lower())
         if self.has(name):
             raise ConfigError(f"model {name!r} exists in {self.models / name}; remove it or give another name")
-        return self.add(name, lambda folder: import_gguf(source, folder, progress))
+        return self.add(name, lambda folder: _import_gguf(source, folder, progress))
 
     def add(self, name: str, build: Callable[[Path], None]) -> Path:
         """The folder of model `name`, built by `build` unless it exists; of many processes that ask at once, one builds.
@@ -133,3 +132,10 @@ def _describe(path: Path) -> StoredModel:
         architecture = "unreadable config.json"
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return StoredModel(path.name, path, size, architecture)
+
+
+def _import_gguf(source: Path, folder: Path, progress: Progress) -> None:
+    # Here, not above: a router that is given a model folder needs neither numpy nor gguf.
+    from services.common.models.gguf_import import import_gguf
+
+    import_gguf(source, folder, progress)
