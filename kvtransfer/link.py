@@ -145,8 +145,7 @@ class SenderLink:
             self._after(outgoing, [outgoing.session.begin(self._clock())])
             self.flush()
         elif self.error is not None:
-            outgoing.session.on_link_lost(str(self.error), self._clock())
-            self._settle(outgoing)
+            outgoing.session.on_link_lost(str(self.error), self._clock())  # the next tick tells the caller
 
     def update(self, transfer_id: bytes, step: Callable[[SendSession, float], list[Control]]) -> None:
         """Apply `step` to a transfer and send what follows from it."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from kvtransfer.frames import Ack, Control, encode_control
 from kvtransfer.transport import PeerUnreachableError, Socket, TransportFullError
 
+_MAX_WAITING = 10_000  # frames for a peer that does not read; more would only be memory lost
+
 
 @dataclass(eq=False, slots=True)
 class Peer:
@@ -41,6 +43,6 @@ class Peer:
                 self.number_out += 1
                 self.outbox.popleft()
         except TransportFullError:
-            return
+            self.is_unreachable = len(self.outbox) > _MAX_WAITING
         except PeerUnreachableError:
             self.is_unreachable = True  # the next tick fences it, outside whatever is going on now

@@ -59,6 +59,8 @@ class _Incoming:
 class KVReceiver:
     """Takes blocks into memory that the caller has set aside. Every method belongs to the loop's thread.
 
+    The callbacks run on that thread too, possibly before `abort` returns, never before `open` does.
+
     Args:
         memory: this worker's blocks.
         transport: listens.
@@ -126,7 +128,7 @@ class KVReceiver:
         for peer in self._peers.values():
             peer.outbox.append(Bye())
             peer.flush(self._socket)
-        self._socket.close(linger_s=0.2)
+        self._socket.close(linger_s=0.2)  # time for the goodbyes to leave
         self._socket = None
         for incoming in list(self._incoming.values()):
             incoming.session.fence("receiver closed", self._clock())
@@ -157,7 +159,11 @@ class KVReceiver:
             on_commit: called before a successful `on_end`, when every block is written; may still `abort`.
         Returns:
             The ticket for one sender.
+        Raises:
+            TransferError: the receiver is not running.
         """
+        if self._socket is None:
+            raise TransferError("the receiver is not running")
         epoch = next(self._epochs)
         views = [self._memory.view(block) for block in blocks]  # a wrong number shows here, not when the frame comes
         session = ReceiveSession(

@@ -21,6 +21,8 @@ from kvtransfer.transport import Transport
 class KVSender:
     """Pushes finished blocks to receivers. Every method belongs to the loop's thread and, unless async, returns at once.
 
+    `on_end` runs on that thread too, possibly before `push`, `commit` or `abort` return, never before `open` does.
+
     Args:
         memory: this worker's blocks; those pushed stay as they are until `on_end`.
         transport: opens connections.
@@ -60,11 +62,11 @@ class KVSender:
     async def aclose(self) -> None:
         """Abort every transfer (each `on_end` is called), tell the receivers, close."""
         tasks = [*self._tasks.values()] + ([self._timer] if self._timer is not None else [])
+        self._timer = None
         for link in list(self._links.values()):
             link.close("sender closed")
         self._links.clear()
         self._tasks.clear()
-        self._timer = None
         await stop(*tasks)
 
     async def run(self) -> None:
@@ -105,8 +107,10 @@ class KVSender:
             ticket: used once.
             on_end: called once, when the pushed blocks may be reused.
         Raises:
-            TransferError: the ticket is in use.
+            TransferError: the ticket is in use, or the sender is not running.
         """
+        if self._timer is None:
+            raise TransferError("the sender is not running")
         if ticket.transfer_id in self._transfers:
             raise TransferError(f"ticket {ticket.transfer_id.hex()} is in use")
         link = self._link(ticket.endpoint)

@@ -15,13 +15,9 @@ class TransferStats:
     num_inflight: int = 0
     num_bytes: int = 0
     duration_s: float = 0.0  # summed over the transfers that are done
+    leases_expired: int = 0  # nobody used the ticket, or renewed the lease, in time
     sequence_gaps: int = 0  # holes in a peer's numbering: frames were lost
-    peers_lost: int = 0  # silent for too long, restarted, or unreachable
-
-    @property
-    def leases_expired(self) -> int:
-        """Transfers that ended because nobody used their ticket or renewed their lease in time."""
-        return self.transfers["expired"]
+    peers_lost: int = 0  # closed, restarted, unreachable, or silent for too long
 
     def opened(self) -> None:
         """Count a transfer that began."""
@@ -31,5 +27,6 @@ class TransferStats:
         """Count a transfer that ended."""
         self.num_inflight -= 1
         self.transfers[outcome.result] += 1
+        self.leases_expired += outcome.result == "expired"
         if outcome.is_done:
             self.duration_s += outcome.duration_s

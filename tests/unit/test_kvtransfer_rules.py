@@ -724,6 +724,22 @@ async def test_closing_either_end_ends_every_transfer_once(pair: Pair) -> None:
     assert [ends.results for ends in waiting] == [("failed", "failed")] * 2
     assert len(reserved.received) == 1
     assert pair.receiver.stats.num_inflight == pair.sender.stats.num_inflight == 0
+    with pytest.raises(TransferError, match="not running"):
+        pair.reserve([0])
+    with pytest.raises(TransferError, match="not running"):
+        pair.sender.open(reserved.ticket, reserved.sent.append)
+
+
+async def test_a_sender_that_reads_nothing_is_dropped_before_it_costs_memory(pair: Pair) -> None:
+    stranger = Stranger(pair.transport.connect(pair.receiver.endpoint))
+    await stranger.hello()
+    assert len(pair.receiver.peers()) == 2
+    for number in range(12_000):  # each one asks for an answer; the transport holds a thousand
+        stranger.say(Begin(bytes(16), number, 0))
+        if number % 500 == 0:
+            await settle()
+    await eventually(lambda: len(pair.receiver.peers()) == 1)
+    assert (await pair.transfer([0], [1])).results == ("done", "done")
 
 
 @pytest.mark.parametrize(
