@@ -95,7 +95,7 @@ async def follow_peers(sender: KVSender, registry: Registry, on_change: Callable
         registry: read twice a second; while it is unreachable, connections stay as they are.
         on_change: called when the connected set changed.
     """
-    wanted: dict[str, asyncio.Task[None]] = {}
+    wanted: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def connect(endpoint: str, worker_id: str) -> None:
         while True:
@@ -118,12 +118,14 @@ async def follow_peers(sender: KVSender, registry: Registry, on_change: Callable
             except (RedisError, OSError) as error:
                 registry.note_failure("reading the decode workers", error)
             else:
-                found = {record.kv_endpoint: record.worker_id for record in records if record.kv_endpoint}
-                for endpoint in wanted.keys() - found.keys():
-                    wanted.pop(endpoint).cancel()
-                    sender.disconnect(endpoint)
-                for endpoint in found.keys() - wanted.keys():
-                    wanted[endpoint] = group.create_task(connect(endpoint, found[endpoint]), name=f"connect {endpoint}")
+                # By incarnation too: a worker of another kind may come back at the same address.
+                found = {(record.kv_endpoint, record.incarnation): record for record in records if record.kv_endpoint}
+                for gone in wanted.keys() - found.keys():
+                    wanted.pop(gone).cancel()
+                    sender.disconnect(gone[0])
+                for new in found.keys() - wanted.keys():
+                    name = f"connect {found[new].worker_id}"
+                    wanted[new] = group.create_task(connect(new[0], found[new].worker_id), name=name)
             await asyncio.sleep(PEER_POLL_S)
 
 

@@ -7,7 +7,7 @@ are held until the engine is done with them and the transfer has ended, whicheve
 from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
-from core.errors import UnavailableError
+from core.errors import InvalidRequestError, TransferError, UnavailableError
 from core.hashing import hash_tokens
 from core.layout import KVLayout
 from core.sequence import Engine, SequenceOutput, SequenceSpec, StepResult
@@ -77,7 +77,13 @@ class PrefillService:
         num_blocks = self._layout.blocks_for(len(detail.known))
         holding = self.host.admit(message, num_blocks, {"engine", "transfer"}, detail)
         # BEGIN goes out now, not with the first block: the receiver's reservation stays alive while the prompt waits here.
-        self._sender.open(ticket, on_end=lambda outcome: self._on_transfer_end(holding, outcome))
+        try:
+            self._sender.open(ticket, on_end=lambda outcome: self._on_transfer_end(holding, outcome))
+        except TransferError as error:
+            holding.has_ended = True
+            self.host.ledger.end_use(holding, "engine")
+            self.host.ledger.end_use(holding, "transfer")
+            raise InvalidRequestError("ticket", str(error)) from error
         self.host.engine.submit(
             SequenceSpec(
                 sequence_id=holding.sequence_id,
