@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import disable_created_metrics
+
 from core.errors import ConfigError
 from services.cli import flags
 from services.cli.home import baton_home
@@ -35,7 +37,7 @@ def run_router(values: dict[str, Any]) -> None:
 
     cluster, model = flags.build(ClusterOptions, values), flags.build(ModelOptions, values)
     limits = flags.build(RouterLimits, values)
-    configure_logging("router", cluster.log_level, cluster.log_format)
+    _begin("router", cluster)
     folder, name = resolve_model(model)
     served = load_served_model(folder, name, model.max_model_len)
     run_until_stopped(lambda stop: serve(cluster, limits, served, stop, print_ready))
@@ -58,6 +60,11 @@ def run_decode(values: dict[str, Any]) -> None:
     parts.live(lambda stop: serve(parts.cluster, bind, parts.load, parts.transport, parts.transfer, stop, print_ready))
 
 
+def _begin(name: str, options: ClusterOptions) -> None:
+    configure_logging(name, options.log_level, options.log_format)
+    disable_created_metrics()  # a second series beside each counter and histogram, which no dashboard reads
+
+
 class _WorkerInputs:
     """What either worker's composition root is given."""
 
@@ -68,7 +75,7 @@ class _WorkerInputs:
         self.cluster: ClusterOptions = flags.build(ClusterOptions, values)
         self.engine: EngineOptions = flags.build(EngineOptions, values)
         self._model: ModelOptions = flags.build(ModelOptions, values)
-        configure_logging(role, self.cluster.log_level, self.cluster.log_format)
+        _begin(role, self.cluster)
         self.transfer = TransferConfig(idle_timeout_s=self.engine.kv_idle_timeout_s)
         self.transport = ZmqTransport()
 
