@@ -80,7 +80,8 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Serve until `stop`."""
-        await self._server.serve(sockets=[self._socket])
+        with self._socket:  # uvicorn closes it only when it is not cancelled
+            await self._server.serve(sockets=[self._socket])
 
     def stop(self) -> None:
         """Accept nothing new; `serve` returns when open responses have ended or `drain_s` has passed."""

