@@ -116,7 +116,8 @@ class Ledger(Generic[Detail]):
     def end_use(self, holding: Holding[Detail], use: Use) -> None:
         """One use is over; with the last one everything returns."""
         holding.uses.discard(use)
-        if not holding.uses and self._holdings.pop(holding.sequence_id, None) is holding:
+        if not holding.uses and self._holdings.get(holding.sequence_id) is holding:
+            del self._holdings[holding.sequence_id]
             if holding.timer is not None:
                 holding.timer.cancel()
             self.pool.release(holding.blocks)

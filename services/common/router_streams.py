@@ -55,6 +55,7 @@ class RouterStreams:
         mailbox.wake.set()
         if len(mailbox.updates) > MAX_PENDING_UPDATES:
             logger.error("router %s does not read: %d updates waiting; detached", router_id, len(mailbox.updates))
+            mailbox.updates.clear()
             self._close(router_id, mailbox)
 
     def announce(self) -> None:
@@ -70,7 +71,7 @@ class RouterStreams:
         mailbox = self._mailboxes[router_id] = _Mailbox()
         mailbox.wake.set()
         try:
-            while not mailbox.is_closed:
+            while mailbox.updates or not mailbox.is_closed:
                 try:
                     async with asyncio.timeout(self._heartbeat_s):
                         await mailbox.wake.wait()
