@@ -149,12 +149,19 @@ class LossyTransport:
     def __init__(self, inner: Transport, fault: Callable[[Sequence[Part]], str]) -> None:
         self._inner = inner
         self.fault = fault
+        self.slow_handle: SlowHandle | None = None  # the handle of every data message, when set
 
     def bind(self, endpoint: str) -> Socket:
         return _LossySocket(self._inner.bind(endpoint), self)
 
     def connect(self, endpoint: str) -> Socket:
         return _LossySocket(self._inner.connect(endpoint), self)
+
+
+class SlowHandle:
+    """Says that buffers are still read until told otherwise, or until their socket closes."""
+
+    done = False
 
 
 class _LossySocket:
@@ -174,6 +181,8 @@ class _LossySocket:
                 self._held.append((peer, [bytes(part) for part in parts]))
             return _Gone()
         handle = self._inner.send(peer, parts)
+        if len(parts) > 1 and self._owner.slow_handle is not None:
+            handle = self._owner.slow_handle
         if fault == "twice":
             self._inner.send(peer, parts)
         held, self._held = self._held, []
@@ -185,6 +194,8 @@ class _LossySocket:
         return await self._inner.recv()
 
     def close(self, linger_s: float = 0.0) -> None:
+        if self._owner.slow_handle is not None:
+            self._owner.slow_handle.done = True
         self._inner.close(linger_s)
 
 

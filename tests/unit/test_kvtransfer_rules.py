@@ -36,6 +36,7 @@ from tests.unit.kvtransfer_helpers import (
     PROMPT,
     LossyTransport,
     Pair,
+    SlowHandle,
     eventually,
     fill,
     settle,
@@ -261,6 +262,35 @@ async def test_blocks_sent_before_the_sender_heard_of_the_abort_are_dropped(pair
     assert ends.sent[0].num_bytes == BLOCK_BYTES
     assert bytes(pair.target.view(5)) == bytes(BLOCK_BYTES)
     assert pair.receiver.stats.frames_dropped == {"aborting": 1}
+
+
+async def test_the_sender_keeps_its_blocks_while_the_transport_reads_them(pair: Pair) -> None:
+    assert isinstance(pair.transport, LossyTransport)
+    pair.transport.slow_handle = SlowHandle()
+    ends = pair.open([0, 1])
+    pair.sender.push(ends.ticket.transfer_id, [0], 0)
+    pair.sender.abort(ends.ticket.transfer_id, "cancelled")
+    await eventually(lambda: bool(ends.received))
+    await pair.pass_time(CONFIG.drain_timeout_s - 0.5)
+    assert not ends.sent
+    pair.transport.slow_handle.done = True
+    await pair.pass_time(0.1)
+    assert ends.results == ("aborted", "aborted")
+
+
+async def test_a_socket_that_does_not_let_go_of_blocks_is_closed(pair: Pair) -> None:
+    assert isinstance(pair.transport, LossyTransport)
+    pair.transport.slow_handle = SlowHandle()
+    ends = pair.open([0, 1])
+    pair.sender.push(ends.ticket.transfer_id, [0], 0)
+    pair.sender.abort(ends.ticket.transfer_id, "cancelled")
+    await settle()
+    await pair.pass_time(CONFIG.drain_timeout_s + 0.5)
+    await eventually(lambda: bool(ends.sent))
+    assert ends.sent[0].result == "aborted"
+    pair.transport.slow_handle = None
+    await pair.sender.connect(pair.receiver.endpoint)
+    assert (await pair.transfer([0], [1])).results == ("done", "done")
 
 
 async def test_a_callback_may_abort_what_it_is_told_to_adopt(pair: Pair) -> None:
