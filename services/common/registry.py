@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from core.layout import Fingerprint
@@ -79,7 +81,12 @@ class Registry:
     def from_url(cls, url: str, cluster: str = "default") -> "Registry":
         """A registry on `redis://` or `rediss://`; connects when first used."""
         client = aioredis.from_url(
-            url, decode_responses=True, socket_timeout=COMMAND_TIMEOUT_S, socket_connect_timeout=COMMAND_TIMEOUT_S
+            url,
+            decode_responses=True,
+            socket_timeout=COMMAND_TIMEOUT_S,
+            socket_connect_timeout=COMMAND_TIMEOUT_S,
+            # Once, for a connection that broke while idle. The default is ten times with growing pauses: a minute.
+            retry=Retry(NoBackoff(), 1),
         )
         return cls(client, cluster)
 

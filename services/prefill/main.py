@@ -120,7 +120,12 @@ async def follow_peers(sender: KVSender, registry: Registry, on_change: Callable
             else:
                 # By incarnation too: a worker of another kind may come back at the same address.
                 found = {(record.kv_endpoint, record.incarnation): record for record in records if record.kv_endpoint}
+                replaced = {endpoint for endpoint, _ in found}
+                connected = set(sender.peers())
                 for gone in wanted.keys() - found.keys():
+                    # A record that vanished while the link lives is Redis's trouble (flush, restart), not the worker's.
+                    if gone[0] in connected - replaced:
+                        continue
                     wanted.pop(gone).cancel()
                     sender.disconnect(gone[0])
                 for new in found.keys() - wanted.keys():

@@ -26,10 +26,9 @@ class Marks:
 
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
-        self.placed = arrived  # left the waiting room
+        self.placed: float | None = None  # left the waiting room
         self.route_s = 0.0  # of the time before, what placing took
-        self.reserved = arrived
-        self.is_reserved = False  # a worker took it
+        self.reserved: float | None = None  # a worker took it
         self.first_token: float | None = None
         self.second_token: float | None = None
         self.last_token = arrived
@@ -38,31 +37,46 @@ class Marks:
         self.adopt_s = 0.0  # reported by decode
         self.first_decode_s = 0.0
 
+    def note_placed(self, now: float, route_s: float) -> None:
+        """It left the waiting room, after a choice that took `route_s` (cut to what this clock saw)."""
+        if self.first_token is None:
+            self.route_s = min(route_s, now - self.arrived)
+            self.placed, self.reserved = now, None
+
     def note_reserved(self, now: float) -> None:
         """A worker holds blocks for it."""
         if self.first_token is None:
             self.reserved = now
-        self.is_reserved = True
+        elif self.reserved is None:
+            self.reserved = self.first_token  # which overtook the worker's word that it took the request
+
+    def note_end(self, now: float) -> None:
+        """It is over."""
+        if self.first_token is None:
+            self.last_token = now
 
     def timings(self, path: Path) -> Timings:
         """The partition of arrival to last token, in milliseconds."""
-        first = self.first_token if self.first_token is not None else self.last_token
+        # Without a token, the phase the request was in took the rest of its time.
+        first = self.last_token if self.first_token is None else self.first_token
+        reserved = first if self.reserved is None else self.reserved
+        placed = reserved if self.placed is None else self.placed
         second = self.second_token if self.second_token is not None else first
         gap = second - first
         # Decode's own durations, cut to what this clock saw; the transfer is the rest that nothing else explains.
         first_decode = min(self.first_decode_s, gap) if path == "disaggregated" else gap
         adopt = min(self.adopt_s, gap - first_decode)
         parts = {
-            "queue_ms": self.placed - self.arrived - self.route_s,
+            "queue_ms": placed - self.arrived - self.route_s,
             "route_ms": self.route_s,
-            "reserve_ms": self.reserved - self.placed,
-            "prefill_ms": first - self.reserved,
+            "reserve_ms": reserved - placed,
+            "prefill_ms": first - reserved,
             "transfer_ms": gap - first_decode - adopt,
             "adopt_ms": adopt,
             "first_decode_ms": first_decode,
             "decode_ms": self.last_token - second,
         }
-        handed = self.handed_first if self.handed_first is not None else first
+        handed = first if self.handed_first is None else min(self.handed_first, self.last_token)
         return Timings(
             **{name: seconds * 1000 for name, seconds in parts.items()},
             e2e_ms=(self.last_token - self.arrived) * 1000,
@@ -114,12 +128,12 @@ class Answer:
         """Whether nothing more will come."""
         return self.done is not None or self.error is not None
 
-    def begin_attempt(self, sequence_id: str, placement: Placement) -> None:
-        """Start over at other workers, going on after the tokens there are."""
+    def begin_attempt(self, sequence_id: str) -> None:
+        """Start, or start over at other workers after a failure that allows it, going on after the tokens there are."""
         self.sequence_id = sequence_id
-        self.placement = placement
-        self.error = None
-        self.may_retry = False
+        if self.may_retry:
+            self.error = None
+            self.may_retry = False
         self._early.clear()
 
     def fail(self, error: ServingError, *, may_retry: bool = False) -> None:
@@ -235,6 +249,7 @@ class Answer:
             if held_back:
                 self._text.append(held_back)
         placement = self.placement or Placement(decode="", prefill="")
+        self.marks.note_end(self._clock())
         self.done = Done(
             finish_reason=reason,
             matched_stop=matched_stop,

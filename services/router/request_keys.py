@@ -67,6 +67,7 @@ class RequestKeys:
             if await self._flush(placed, list(self._live) if is_due else []):
                 refreshed_at = self._clock() if is_due else refreshed_at
             else:
+                self._has_changes.set()
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self) -> None:

@@ -23,6 +23,7 @@ from core.errors import (
     status_of,
 )
 from core.ids import REQUEST_ID, new_request_id
+from services.common import rpc
 from services.common.convert import sampling_to_pb
 from services.common.options import RouterLimits
 from services.common.registry import Registry
@@ -98,8 +99,9 @@ class Router:
         """Admit nothing, let running requests end for `timeout_s`, then fail the rest."""
         self.is_draining = True
         if not await self._wait_empty(timeout_s):
-            for answer in list(self._answers.values()):
-                answer.fail(UnavailableError("router stopped before the answer was complete"))
+            for answer in list(self._requests.values()):
+                if answer is not None:
+                    answer.fail(UnavailableError("router stopped before the answer was complete"))
             await self._wait_empty(5.0)
         await self._keys.flush()
 
@@ -117,9 +119,14 @@ class Router:
         except ServingError as error:
             status = status_of(error).grpc
             raise
+        except Exception as error:
+            logger.exception("serving a request failed")
+            hidden = rpc.hides_bug(error)
+            status = status_of(hidden).grpc
+            raise hidden from error
         finally:
             if status:
-                self._metrics.failed(status, was_admitted=marks.is_reserved or status == "CANCELLED")
+                self._metrics.failed(status, was_admitted=marks.reserved is not None or status == "CANCELLED")
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
         """The token ids of a text, special tokens of a bare prompt included."""
@@ -226,10 +233,12 @@ class Router:
         for attempt in itertools.count():
             sequence_id = f"{owner}.{attempt}"
             try:
+                answer.begin_attempt(sequence_id)
                 async with answer.interruptible():
-                    await self._place(answer, sequence_id, frozenset(excluded))
-                    await self._dispatch(answer, sequence_id)
-                    self._keys.placed(request_id, self._key_fields(answer))
+                    if not answer.has_ended:  # aborted while its id was claimed
+                        await self._place(answer, sequence_id, frozenset(excluded))
+                        await self._dispatch(answer, sequence_id)
+                        self._keys.placed(request_id, self._key_fields(answer, owner))
                 async with aclosing(answer.events()) as events:
                     async for event in events:
                         yield event
@@ -243,7 +252,7 @@ class Router:
                 if num_failed >= self._limits.max_attempts:
                     raise
                 self._note_retry(answer, failure)
-            except UnavailableError as failure:
+            except UnavailableError as failure:  # a worker was lost, or left before it could be called
                 num_failed += 1
                 if not answer.may_retry or num_failed >= self._limits.max_attempts:
                     raise
@@ -253,7 +262,6 @@ class Router:
 
     async def _place(self, answer: Answer, sequence_id: str, excluded: frozenset[str]) -> None:
         """Wait for room; when this returns the sequence is counted at its workers."""
-        started = self._clock()
 
         def take(placement: Placement) -> None:
             num_queued_tokens = len(answer.prompt) + len(answer.token_ids)
@@ -262,14 +270,12 @@ class Router:
             if placement.prefill is not None:
                 self.fleet.get(placement.prefill).take(sequence_id, num_queued_tokens, num_queued_tokens)
             self._answers[sequence_id] = answer
-            answer.begin_attempt(sequence_id, placement)
+            answer.placement = placement
 
         assert answer.sampling.max_tokens is not None, "resolved"
-        need = Need(len(answer.prompt), len(answer.prompt) + answer.sampling.max_tokens)
+        need = Need(len(answer.prompt) + len(answer.token_ids), len(answer.prompt) + answer.sampling.max_tokens)
         await self._room.place(need, excluded, self._limits.max_queue_s, take)
-        if not answer.token_ids:
-            answer.marks.placed = self._clock()
-            answer.marks.route_s = min(self._room.last_decision_s, answer.marks.placed - started)
+        answer.marks.note_placed(self._clock(), self._room.last_decision_s)
 
     async def _dispatch(self, answer: Answer, sequence_id: str) -> None:
         """Hand the sequence to its workers; when this returns they have accepted it."""
@@ -312,8 +318,8 @@ class Router:
         is_decode = answer.placement is not None and worker.worker_id == answer.placement.decode
         if is_decode and update.has_ended:
             worker.inflight.pop(update.sequence_id, None)  # it let go by itself
-        if is_decode and answer.placement is not None and answer.placement.prefill is not None:
-            # Decode speaks, so the transfer is over: what happens to prefill now does not concern this answer.
+        if is_decode and update.token_ids and answer.placement is not None and answer.placement.prefill is not None:
+            # Decode has the KV, so the transfer is over: what happens to prefill now does not concern this answer.
             self.fleet.forget(answer.placement.prefill, update.sequence_id)
         try:
             answer.on_update(update)
@@ -338,10 +344,11 @@ class Router:
         pools = [view.total_blocks * view.fingerprint.block_tokens for view in self.fleet.views("decode")]
         return max(pools, default=self.model.card.max_model_len)
 
-    def _key_fields(self, answer: Answer) -> dict[str, str]:
+    def _key_fields(self, answer: Answer, owner: str) -> dict[str, str]:
         placement = answer.placement
         assert placement is not None, "placed"
-        return {"prefill": placement.prefill or "", "decode": placement.decode, "phase": "running"}
+        # The owner too: the key may be new, when Redis lost the one that was claimed or was away then.
+        return {"owner": owner, "prefill": placement.prefill or "", "decode": placement.decode, "phase": "running"}
 
     def _note_retry(self, answer: Answer, failure: ServingError) -> None:
         self._metrics.retries.inc()

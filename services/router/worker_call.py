@@ -1,5 +1,6 @@
 """Calls from the router to a worker, and what their failures mean for the request."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,6 +34,12 @@ async def call_worker(worker: RemoteWorker, method: Callable[..., Awaitable[Any]
     """Call a worker. Raises RefusedError, BrokenWorkerError, or the ServingError that the request itself earned."""
     try:
         return await method(request, timeout=RPC_TIMEOUT_S)
+    except (aio.UsageError, asyncio.CancelledError) as closed:
+        task = asyncio.current_task()
+        if isinstance(closed, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the request was cancelled, not the call
+        # The worker was replaced or left: its channel is closed, which cancels the calls on it.
+        raise BrokenWorkerError(worker, f"worker {worker.worker_id} left") from closed
     except aio.AioRpcError as call_error:
         error = rpc.error_of(call_error)
         text = f"worker {worker.worker_id}: {error}"
