@@ -82,7 +82,6 @@ class SenderLink:
         self.is_wanted = False  # somebody called connect; otherwise it goes with its last transfer
         self.error: TransferError | None = None  # refused: no further attempt
         self.settled = asyncio.Event()  # accepted or refused
-        self.peer_incarnation = ""
         self._transport = transport
         self._max_blocks = max(1, config.max_message_bytes // block_bytes)  # in one message
         self._hello = hello
@@ -285,7 +284,6 @@ class SenderLink:
 
     def _accept(self, connection: Connection, frame: HelloOk, now: float) -> None:
         self.is_accepted = True
-        self.peer_incarnation = frame.incarnation
         connection.window_bytes = frame.window_bytes
         self.settled.set()
         for outgoing in self._outgoing.values():

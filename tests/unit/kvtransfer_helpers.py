@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.clock import Clock, ManualClock
+from core.errors import FrameError
+from core.ids import new_transfer_id
 from core.layout import Fingerprint
 from kvtransfer.config import TransferConfig
+from kvtransfer.frames import Begin, Control, Data, Hello, HelloOk, decode, encode_control, encode_data
 from kvtransfer.inproc import ByteBlocks
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
@@ -201,3 +204,76 @@ class _LossySocket:
 
 class _Gone:
     done = True
+
+
+class Faults:
+    """Drops, doubles or holds back frames of one kind."""
+
+    def __init__(self) -> None:
+        self.kind: type[Control] | type[Data] | None = None
+        self.fault = "pass"
+        self.left = 0
+        self.seen: list[Control | Data] = []
+
+    def set(self, kind: type[Control] | type[Data], fault: str, times: int = 10**9) -> None:
+        self.kind, self.fault, self.left = kind, fault, times
+
+    def __call__(self, parts: Sequence[Part]) -> str:
+        try:
+            _, frame = decode(parts, 1 << 16)
+        except FrameError:
+            return "pass"
+        self.seen.append(frame)
+        if self.kind is not None and isinstance(frame, self.kind) and self.left > 0:
+            self.left -= 1
+            return self.fault
+        return "pass"
+
+
+class Stranger:
+    """Speaks frames to a receiver without a KVSender's manners."""
+
+    def __init__(self, socket: Socket) -> None:
+        self.socket = socket
+        self.number = 0
+
+    async def hello(self, incarnation: str = "stranger", name: str = "") -> None:
+        self.say(Hello(name, incarnation, {key: getattr(FINGERPRINT, key) for key in FINGERPRINT.__slots__}))
+        await self.socket.recv()
+
+    def say(self, frame: Control) -> None:
+        self.socket.send(b"", encode_control(frame, self.number))
+        self.number += 1
+
+
+class FakeReceiver:
+    """Accepts a sender and says only what it is told to."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.socket = pair.transport.bind("inproc://*")
+        self.ticket = Ticket(new_transfer_id(), 1, self.socket.endpoint, 0, 15_000)
+        self.number = 0
+
+    async def accept(self) -> None:
+        self.peer, _ = await self.socket.recv()
+        self.say(HelloOk("fake", 1000))
+
+    def say(self, frame: Control) -> None:
+        self.socket.send(self.peer, encode_control(frame, self.number))
+        self.number += 1
+
+
+def begin_of(ticket: Ticket) -> Begin:
+    return Begin(ticket.transfer_id, ticket.epoch, ticket.num_blocks)
+
+
+async def say_data(
+    stranger: Stranger, ticket: Ticket, first: int, blocks: list[bytes], epoch: int | None = None
+) -> None:
+    data = Data(ticket.transfer_id, ticket.epoch if epoch is None else epoch, first, blocks)
+    stranger.socket.send(b"", encode_data(data, stranger.number, checksum=False))
+    stranger.number += 1
+    await settle()
+
+
+BLOCK = b"x" * BLOCK_BYTES
