@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.integration.conftest import SHARED_DATA
+from tests.processes import SHARED_DATA
 
 FILE = SHARED_DATA / "reference" / "smollm2_135m_greedy.jsonl"
 
