@@ -25,7 +25,7 @@ async def eventually_async(
     last: object = None
     try:
         async with asyncio.timeout(timeout_s):
-            while not (last := await condition()):
+            while not (last := await condition()):  # noqa: ASYNC110 (conditions of other processes set no event)
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"{what} did not come within {timeout_s} s; last seen: {last!r}") from None

@@ -10,10 +10,12 @@ Keys, under `baton:<cluster>:`
     request:<id>     hash, TTL: owner (a router's sequence id), prefill, decode, phase
 """
 
+import asyncio
+import functools
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from redis import asyncio as aioredis
@@ -24,6 +26,9 @@ from redis.exceptions import RedisError
 from core.layout import Fingerprint
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # A Redis command that takes this long has failed; requests go on without it.
 COMMAND_TIMEOUT_S = 1.0
@@ -60,6 +65,24 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_endpoint: str = ""  # decode: where KV transfers connect
     fingerprint: Fingerprint
     capacity: Capacity
+
+
+def _keeps_cancellation(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Raise a cancellation that was lost on the way: redis-py sends with `asyncio.wait_for`, which before Python 3.12
+    returns its result when that and the cancellation come in one turn. The loop that asked would never end then."""
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.current_task()
+        assert task is not None, "called from a coroutine"
+        num_before = task.cancelling()
+        try:
+            return await method(*args, **kwargs)
+        finally:
+            if task.cancelling() > num_before:
+                raise asyncio.CancelledError
+
+    return call
 
 
 class Registry:
@@ -105,6 +128,7 @@ class Registry:
             logger.warning("%s failed, going on without Redis: %s", what, error)
         self._resting_until = time.monotonic() + REST_AFTER_FAILURE_S
 
+    @_keeps_cancellation
     async def heartbeat(self, record: WorkerRecord, load: Mapping[str, Any], ttl_s: float) -> None:
         """Write a worker's whole record; it vanishes `ttl_s` after the last heartbeat. Raises RedisError."""
         key = f"{self._prefix}worker:{record.worker_id}"
@@ -125,6 +149,7 @@ class Registry:
             pipe.sadd(f"{self._prefix}workers", record.worker_id)
             await pipe.execute()
 
+    @_keeps_cancellation
     async def withdraw(self, worker_id: str) -> None:
         """Remove a worker that leaves in order. Raises RedisError."""
         async with self._client.pipeline(transaction=True) as pipe:
@@ -132,6 +157,7 @@ class Registry:
             pipe.srem(f"{self._prefix}workers", worker_id)
             await pipe.execute()
 
+    @_keeps_cancellation
     async def workers(self) -> list[WorkerRecord]:
         """Every live record, read whole: nothing is missed that happened while this process was cut off.
 
@@ -155,6 +181,7 @@ class Registry:
                 logger.warning("record of worker %s is not readable and skipped: %s", worker_id, error)
         return records
 
+    @_keeps_cancellation
     async def claim_request(self, request_id: str, owner: str, ttl_s: float) -> bool:
         """Take a request id for `owner`. Without Redis the answer is yes. Returns whether it was free."""
         if self.is_resting:
@@ -165,6 +192,7 @@ class Registry:
             self.note_failure("claiming a request id", error)
             return True
 
+    @_keeps_cancellation
     async def write_requests(
         self, placed: Mapping[str, Mapping[str, str]], refreshed: Iterable[str], ended: Mapping[str, str], ttl_s: float
     ) -> None:

@@ -136,7 +136,7 @@ async def test_what_never_fits_is_refused_at_once_even_behind_others() -> None:
     await queue.ask("holder", 4)
     waiting = queue.ask("waiting", 4)
     await settle()
-    with pytest.raises(InvalidRequestError, match="max_tokens: .*5 tokens"):
+    with pytest.raises(InvalidRequestError, match=r"max_tokens: .*5 tokens"):
         await queue.ask("huge", 5)
     queue.give_back(4)
     await waiting
