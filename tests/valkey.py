@@ -30,6 +30,10 @@ class Valkey:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it if it runs."""
         if self._process is not None:
             self.kill()
 
