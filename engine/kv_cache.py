@@ -1,6 +1,9 @@
 """The tensor that holds every KV block of a worker, and its bytes for those who move blocks."""
 
+import mmap
+
 import torch
+from torch import Tensor
 
 from core.errors import ConfigError
 from core.layout import KVLayout
@@ -29,8 +32,9 @@ class KVCache:
         self.num_blocks = num_blocks
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         try:
-            self.tensor = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
-        except RuntimeError as error:  # torch has no narrower class for a failed allocation on the CPU
+            self.tensor = _zeros(num_blocks * layout.block_bytes, device).view(DTYPES[layout.dtype]).view(shape)
+        # torch has no narrower class for a failed allocation; mmap's depends on how far off the size is
+        except (RuntimeError, OSError, OverflowError) as error:
             raise ConfigError(f"{num_blocks} KV blocks of {layout.block_bytes} bytes do not fit: {error}") from error
         # One row of bytes per block; numpy has no bfloat16, and a memoryview needs no dtype.
         self._bytes = None if device.type != "cpu" else self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
@@ -50,3 +54,11 @@ class KVCache:
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block {block} is not in [0, {self.num_blocks})")
         return memoryview(self._bytes[block])
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] zeros, uint8. On the CPU a page costs time and memory only once it is written: starting does not."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from core.errors import BatonError, ConfigError
+from core.errors import BatonError, ConfigError, InvalidRequestError, NotFoundError
 from services.cli import processes
 from services.cli.client import Asked, chat, generate_text
 from services.cli.demo import QUESTION
@@ -89,6 +89,7 @@ def demo(
     options = _up_options(values)
     if options.model.model == DEMO_MODEL:
         _fetch(DEMO_MODEL)
+    processes.resolve_model(options.model)  # a wrong name shows before anything is started
     run_demo(options, baton_home() / "logs" / "demo", question)
 
 
@@ -130,14 +131,15 @@ def chat_command(
 ) -> None:
     """Talk to the model; an empty line is ignored, Ctrl-D ends."""
     asked = Asked(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, timeout_s=timeout)
+    is_terminal = sys.stdin.isatty()
 
     def read_line() -> str | None:
         try:
-            return input("> ")
+            return input("> " if is_terminal else "")
         except EOFError:
             return None
 
-    asyncio.run(chat(endpoint, asked, read_line))
+    asyncio.run(chat(endpoint, asked, read_line, goes_on=is_terminal))
 
 
 @model_app.command(name="fetch")
@@ -197,7 +199,7 @@ def main() -> None:
 def _status_of(command: Callable[[], object]) -> int:
     try:
         command()
-    except ConfigError as error:
+    except (ConfigError, InvalidRequestError, NotFoundError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2
     except (BatonError, OSError) as error:

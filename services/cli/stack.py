@@ -24,6 +24,7 @@ from core.errors import BatonError, ConfigError
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0  # a large model on a slow disk
+REDIS_TIMEOUT_S = 10.0
 RESTART_S = 1.0
 _PR_SET_PDEATHSIG = 1
 # glibc hands large ZeroMQ messages fresh pages each time without these; measured: 1.5 times the CPU a byte.
@@ -46,18 +47,28 @@ class Child:
         name: in logs.
         command: started as it is.
         log: gets its stderr.
+        waits_for_ready: it says READY once it serves.
     """
 
     name: str
     command: Sequence[str]
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
+    waits_for_ready: bool = True
     endpoints: dict[str, str] = field(default_factory=dict)  # from its READY line
     process: asyncio.subprocess.Process | None = None
+    _log_start: int = 0  # where the log of this life begins
 
-    async def start(self, *, waits_for_ready: bool) -> None:
-        """Start, and wait for its READY line. Raises StackError with the end of its log."""
+    async def start(self) -> None:
+        """Start, and wait until it serves.
+
+        Raises:
+            ConfigError: it refused its options.
+            StackError: it did not start for another reason.
+        """
+        self.endpoints = {}
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -66,7 +77,7 @@ class Child:
                 env={**os.environ, **self.environment},
                 preexec_fn=functools.partial(_die_with, os.getpid()),
             )
-        if waits_for_ready:
+        if self.waits_for_ready:
             self.endpoints = await self._read_ready()
 
     async def _read_ready(self) -> dict[str, str]:
@@ -76,10 +87,23 @@ class Child:
                 while line := (await stdout.readline()).decode():
                     if line.startswith("READY "):
                         return dict(part.split("=", 1) for part in line.split()[1:])
-                why = f"exited with status {await process.wait()}"
+                status = await process.wait()
         except TimeoutError:
-            why = f"was not ready within {START_TIMEOUT_S:.0f} s"
-        raise StackError(f"{self.name} {why}; the end of {self.log}:\n{_tail(self.log)}")
+            raise StackError(f"{self.name} was not ready within {START_TIMEOUT_S:.0f} s; {self.said()}") from None
+        if status == 2:
+            raise ConfigError(f"{self.name}: {self.said(num_bytes=500)}")
+        raise StackError(f"{self.name} exited with status {status}; {self.said()}")
+
+    def said(self, num_bytes: int = 2000) -> str:
+        """Where its log is, and how it ends."""
+        with self.log.open("rb") as log:
+            log.seek(max(self._log_start, self.log.stat().st_size - num_bytes))
+            return f"the end of {self.log}:\n{log.read().decode(errors='replace').rstrip()}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and runs no more."""
+        return self.process is not None and self.process.returncode is not None
 
     async def wait(self) -> int:
         """Wait for its end, reading what it prints so that it never blocks."""
@@ -94,8 +118,12 @@ class Child:
         return self.process, self.process.stdout
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL for one that does not end in time."""
-        if self.process is None or self.process.returncode is not None:
+        """SIGTERM, and SIGKILL for one that does not end in time or has nothing to drain yet."""
+        if self.process is None or self.has_ended:
+            return
+        if self.waits_for_ready and not self.endpoints:
+            self.process.kill()
+            await self.process.wait()
             return
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
@@ -140,11 +168,11 @@ class Stack:
         ]
         log = self.logs / "valkey.log"
         arguments += ["--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", str(log)]
-        child = Child("valkey", [str(_valkey_binary()), *arguments], log)
-        await child.start(waits_for_ready=False)
+        child = Child("valkey", [str(_valkey_binary()), *arguments], log, waits_for_ready=False)
+        await child.start()
         self.children.append(child)
         url = f"redis://127.0.0.1:{port}/0"
-        await _wait_for_redis(url, child)
+        await wait_for_redis(url, child)
         return url
 
     async def start(self, specs: Sequence[tuple[str, Sequence[str]]]) -> list[Child]:
@@ -153,7 +181,7 @@ class Stack:
         Args:
             specs: (name, arguments of the baton command).
         Raises:
-            StackError: one did not start.
+            ConfigError, StackError: one did not start.
         """
         started = [
             Child(
@@ -165,8 +193,8 @@ class Stack:
         try:
             async with asyncio.TaskGroup() as group:
                 for child in started:
-                    group.create_task(child.start(waits_for_ready=True), name=f"start {child.name}")
-        except* StackError as errors:
+                    group.create_task(child.start(), name=f"start {child.name}")
+        except* (ConfigError, StackError) as errors:
             raise errors.exceptions[0] from None
         return started
 
@@ -180,7 +208,7 @@ class Stack:
         """Drain routers first, then workers, Valkey last."""
         self._is_stopping = True
         for child in reversed(self.children):
-            if child.process is not None and child.process.returncode is None and child.name != "valkey":
+            if child.process is not None and not child.has_ended and child.endpoints:
                 child.process.terminate()
         for child in reversed(self.children):
             await child.stop(self._drain_timeout_s + 10)
@@ -193,8 +221,8 @@ class Stack:
             logger.warning("%s ended with status %d and is started again; its log: %s", child.name, status, child.log)
             await asyncio.sleep(RESTART_S)
             try:
-                await child.start(waits_for_ready=child.name != "valkey")
-            except StackError as error:
+                await child.start()
+            except (ConfigError, StackError) as error:
                 logger.error("%s", error)
 
 
@@ -228,24 +256,23 @@ def _valkey_binary() -> Path:
     return Path(get_binary_path())
 
 
-async def _wait_for_redis(url: str, child: Child) -> None:
+async def wait_for_redis(url: str, child: Child | None = None) -> None:
+    """Wait until the Redis at `url` answers; `child` is its process when it is ours. Raises StackError."""
     client = aioredis.from_url(url)
+    why = "no answer"
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(REDIS_TIMEOUT_S):
             while True:
                 try:
                     await client.ping()
                     return
-                except (RedisError, OSError):
-                    if child.process is not None and child.process.returncode is not None:
-                        raise StackError(f"valkey did not start; the end of {child.log}:\n{_tail(child.log)}") from None
+                except (RedisError, OSError) as error:
+                    why = str(error)
+                    if child is not None and child.has_ended:
+                        raise StackError(f"valkey did not start; {child.said()}") from None
                     await asyncio.sleep(0.02)
     except TimeoutError:
-        raise StackError(f"valkey did not answer at {url}; the end of {child.log}:\n{_tail(child.log)}") from None
+        log = "" if child is None else f"; {child.said()}"
+        raise StackError(f"no Redis answers at {url} ({why}){log}") from None
     finally:
         await client.aclose()
-
-
-def _tail(path: Path, num_bytes: int = 2000) -> str:
-    data = path.read_bytes() if path.exists() else b""
-    return data[-num_bytes:].decode(errors="replace")

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.errors import ConfigError
 from services.cli.flags import arguments_of
-from services.cli.stack import Stack, StackError, free_port, running
+from services.cli.stack import Stack, StackError, free_port, running, wait_for_redis
 from services.common.options import ClusterOptions, EngineOptions, ModelOptions, RouterLimits, flag
 
 READY_TIMEOUT_S = 30.0
@@ -40,6 +40,10 @@ class UpOptions:
     limits: RouterLimits
     redis_url: str = ""
 
+    def __post_init__(self) -> None:
+        if self.redis_url:
+            replace(self.cluster, redis_url=self.redis_url)  # checks it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Up:
@@ -55,8 +59,10 @@ class Up:
 
 
 async def start_stack(stack: Stack, options: UpOptions) -> Up:
-    """Start everything and wait until a request would be served. Raises StackError."""
+    """Start everything and wait until a request would be served. Raises ConfigError or StackError."""
     redis_url = options.redis_url or await stack.start_valkey()
+    if options.redis_url:
+        await wait_for_redis(redis_url)
     here = ["--redis-url", redis_url, *arguments_of(options.cluster, without=("redis_url", "port", "http_port"))]
     model = arguments_of(options.model)
     worker = [*here, *model, *arguments_of(options.engine)]
