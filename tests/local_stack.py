@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import redis
 import tokenizers
 from grpc import aio
@@ -294,6 +295,7 @@ class RouterProcess:
 
     router: Router
     server: aio.Server
+    target: str
     channel: aio.Channel
     stub: Any
     metrics: CollectorRegistry
@@ -338,8 +340,12 @@ class Answered:
 async def collect(call: Any, into: Answered | None = None) -> Answered:
     """Read a stream to its end. Raises AioRpcError; `into` then has what came before."""
     answered = Answered() if into is None else into
-    async for response in call:
+    while isinstance(response := await call.read(), pb.GenerateResponse):
         answered.add(response)
+    if await call.code() != grpc.StatusCode.OK:
+        raise aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
     assert answered.done is not None, "the stream ended without done"
     return answered
 
@@ -484,9 +490,10 @@ class Stack:
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(router, stall_timeout_s), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        channel = aio.insecure_channel(f"127.0.0.1:{port}", options=rpc.CHANNEL_OPTIONS)
+        target = f"127.0.0.1:{port}"
+        channel = aio.insecure_channel(target, options=rpc.CHANNEL_OPTIONS)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        process = RouterProcess(router, server, channel, stub, metrics, asyncio.create_task(router.run()))
+        process = RouterProcess(router, server, target, channel, stub, metrics, asyncio.create_task(router.run()))
         self.routers.append(process)
         return process
 
