@@ -184,7 +184,9 @@ async def test_a_deadline_frees_everything(stack: Stack, phase: str) -> None:
 async def test_the_routers_own_deadline_has_the_same_status(make_stack: MakeStack, phase: str) -> None:
     async with make_stack(num_blocks=16, limits=RouterLimits(request_timeout_s=0.5)) as stack:
         call = await PHASES[phase](stack, lambda: stack.router.stub.Generate(generate(PROMPT, max_tokens=100)))
-        assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(aio.AioRpcError) as late:
+            await collect(call)
+        assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         let_go(stack)
         await require_canary(stack)
 
