@@ -1,6 +1,6 @@
 """Asking a router over gRPC, as a plain blocking client does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,9 +44,18 @@ def chat_request(content: str, **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=chat, sampling=greedy(**sampling), return_timings=True)
 
 
-def ask(endpoint: str, request: pb.GenerateRequest) -> Answer:
-    """Send one request and collect its answer. Raises grpc.RpcError."""
-    return ask_all(endpoint, [request], at_once=1)[0]
+def ask(endpoint: str, request: pb.GenerateRequest, on_token: Callable[[], None] = lambda: None) -> Answer:
+    """Send one request and collect its answer.
+
+    Args:
+        endpoint: of a router.
+        request: sent as it is.
+        on_token: called when a part of the answer with tokens is there.
+    Raises:
+        grpc.RpcError: the status that ended it.
+    """
+    with grpc.insecure_channel(endpoint) as channel:
+        return _collect(inference_pb2_grpc.InferenceStub(channel), request, on_token)
 
 
 def ask_all(endpoint: str, requests: Sequence[pb.GenerateRequest], at_once: int) -> list[Answer]:
@@ -56,7 +65,9 @@ def ask_all(endpoint: str, requests: Sequence[pb.GenerateRequest], at_once: int)
         return list(threads.map(lambda request: _collect(stub, request), requests))
 
 
-def _collect(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest) -> Answer:
+def _collect(
+    stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest, on_token: Callable[[], None] = lambda: None
+) -> Answer:
     answer = Answer()
     ended = 0
     for response in stub.Generate(request, timeout=TIMEOUT_S):
@@ -67,6 +78,8 @@ def _collect(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest
         else:
             answer.text += response.chunk.text
             answer.token_ids += response.chunk.token_ids
+            if response.chunk.token_ids:
+                on_token()
             answer.logprobs += [each.chosen.logprob for each in response.chunk.logprobs]
     assert ended == 1, "a stream without a status ends with done"
     return answer

@@ -75,6 +75,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **self.environment},
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent, which stops its children in order
                 preexec_fn=functools.partial(_die_with, os.getpid()),
             )
         if self.waits_for_ready:
@@ -205,13 +206,13 @@ class Stack:
                 group.create_task(self._keep(child), name=f"keep {child.name}")
 
     async def stop(self) -> None:
-        """Drain routers first, then workers, Valkey last."""
+        """Drain routers first, for their answers need the workers; then workers, Valkey last."""
         self._is_stopping = True
-        for child in reversed(self.children):
-            if child.process is not None and not child.has_ended and child.endpoints:
-                child.process.terminate()
-        for child in reversed(self.children):
-            await child.stop(self._drain_timeout_s + 10)
+        for roles in (("router",), ("prefill", "decode"), ("valkey",)):
+            async with asyncio.TaskGroup() as group:
+                for child in self.children:
+                    if child.name.startswith(roles):
+                        group.create_task(child.stop(self._drain_timeout_s + 10), name=f"stop {child.name}")
 
     async def _keep(self, child: Child) -> None:
         while True:

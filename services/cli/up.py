@@ -1,10 +1,10 @@
 """`baton up`: a whole local stack until Ctrl-C."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from core.errors import ConfigError
 from services.cli.flags import arguments_of
@@ -89,17 +89,30 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
 
 
 async def run_up(options: UpOptions, logs: Path, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-    """Run a stack until `stop`; whatever dies is started again. Raises StackError when it does not come up."""
+    """Run a stack until `stop`; whatever dies is started again.
+
+    Args:
+        options: what to run.
+        logs: folder of the processes' logs.
+        stop: set when the stack should drain and end, also while it starts.
+        on_ready: told where it serves.
+    Raises:
+        ConfigError, StackError: it did not come up.
+    """
     async with running(Stack(logs, options.cluster.drain_timeout_s)) as stack:
-        up = await start_stack(stack, options)
-        on_ready(up.line())
-        watcher = asyncio.ensure_future(stack.watch())
+        stopped = asyncio.ensure_future(stop.wait())
+        starting = asyncio.ensure_future(start_stack(stack, options))
+        tasks: list[asyncio.Future[Any]] = [stopped, starting]
         try:
-            await stop.wait()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                on_ready(starting.result().line())
+                tasks.append(asyncio.ensure_future(stack.watch()))
+                await stopped
         finally:
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):  # ours, of the line above
-                await watcher
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 async def _wait_until_ready(endpoints: list[str]) -> None:
