@@ -102,9 +102,13 @@ class PrefillService:
         detail = holding.detail
         self._metrics.prompt_tokens.inc(max(output.num_computed_tokens - detail.num_computed_tokens, 0))
         detail.num_computed_tokens = max(output.num_computed_tokens, detail.num_computed_tokens)
-        if not holding.has_ended and "transfer" in holding.uses:
+        is_handed_over = not holding.has_ended and "transfer" in holding.uses
+        update = self.host.token_update(holding, output)  # first: aborting the transfer would report a lesser error
+        if is_handed_over:
             self._hand_over(holding, output)
-        return self.host.token_update(holding, output)
+        if update is not None and output.finish_reason is None:
+            holding.has_ended = False  # its router must still hear of a transfer that fails
+        return update
 
     def _hand_over(self, holding: Holding[_Detail], output: SequenceOutput) -> None:
         detail = holding.detail

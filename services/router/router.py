@@ -313,19 +313,22 @@ class Router:
         answer = self._answers.get(update.sequence_id)
         if answer is None:
             return
+        if update.error_code and update.sequence_id not in worker.inflight:
+            return  # prefill missed the end of a transfer whose KV decode works with
         if update.token_ids:
             worker.note_first_token(update.sequence_id)
         is_decode = answer.placement is not None and worker.worker_id == answer.placement.decode
         if is_decode and update.has_ended:
             worker.inflight.pop(update.sequence_id, None)  # it let go by itself
-        if is_decode and update.token_ids and answer.placement is not None and answer.placement.prefill is not None:
-            # Decode has the KV, so the transfer is over: what happens to prefill now does not concern this answer.
-            self.fleet.forget(answer.placement.prefill, update.sequence_id)
         try:
             answer.on_update(update)
         except Exception:  # one answer's bug must not end the stream that carries everybody's tokens
             logger.exception("delivering an update failed")
             answer.fail(InternalError("delivering the answer failed; the router's log has the details"))
+        is_after_transfer = is_decode and len(answer.token_ids) > update.first_index  # prefill's token is there too
+        if is_after_transfer and answer.placement is not None and answer.placement.prefill is not None:
+            # What happens to prefill now does not concern this answer.
+            self.fleet.forget(answer.placement.prefill, update.sequence_id)
 
     def _on_lost(self, worker: RemoteWorker, sequence_ids: list[str]) -> None:
         for sequence_id in sequence_ids:

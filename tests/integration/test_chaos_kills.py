@@ -131,6 +131,7 @@ async def test_valkey_frozen(cluster: Cluster) -> None:
 async def test_a_router_killed(cluster: Cluster) -> None:
     victim, survivor = cluster.of("router")
     async with load_on([victim, survivor], NUM_CLIENTS, seed=6) as load:
+        await load.progress(NUM_CLIENTS)
         await load.under_way(NUM_CLIENTS // 3)
         cluster.kill(victim)
         await load.progress(SOME)
