@@ -62,7 +62,8 @@ def run_decode(values: dict[str, Any]) -> None:
 
 def _begin(name: str, options: ClusterOptions) -> None:
     configure_logging(name, options.log_level, options.log_format)
-    disable_created_metrics()  # a second series beside each counter and histogram, which no dashboard reads  # type: ignore[no-untyped-call]
+    # They are a second series beside each counter and histogram, which no dashboard reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class _WorkerInputs:
