@@ -6,6 +6,7 @@ Order: HTTP up (alive, not ready) -> model loaded -> gRPC up -> registered (read
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ async def run_worker(
     http_socket = bind(options.host, options.http_port)
     http_endpoint = f"{options.reachable_host}:{http_socket.getsockname()[1]}"
     http = HttpServer(app, http_socket)
-    async with asyncio.TaskGroup() as group:
+    async with aclosing(registry), asyncio.TaskGroup() as group:
         group.create_task(http.serve(), name="http")
         try:
             parts = await build(incarnation, metrics)
@@ -160,7 +161,6 @@ async def run_worker(
                 await parts.close()
         finally:
             http.stop()
-    await registry.aclose()
 
 
 async def _heartbeat(

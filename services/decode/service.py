@@ -137,7 +137,7 @@ class DecodeService:
     def _on_transfer_end(self, holding: Holding[_Detail], outcome: TransferOutcome) -> None:
         if outcome.is_done:
             self._metrics.transfer_seconds.observe(outcome.duration_s)
-        else:
+        elif outcome.result != "aborted":  # whoever aborts on purpose tells the router why
             self.host.fail(holding, UnavailableError(f"KV transfer {outcome.result}: {outcome.reason}"))
         self.host.ledger.end_use(holding, "transfer")
 
