@@ -49,11 +49,17 @@ def main() -> None:
     parser.add_argument("role", choices=["prefill", "decode", "router"])
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--advertise-host", default="")
     parser.add_argument("--kv-bind", default="tcp://127.0.0.1:0")
     parser.add_argument("--blocks", type=int, default=2000)
     parser.add_argument("--step-ms", type=float, default=5.0)
     arguments = parser.parse_args()
-    cluster = ClusterOptions(redis_url=arguments.redis_url, port=arguments.port, drain_timeout_s=5.0)
+    cluster = ClusterOptions(
+        redis_url=arguments.redis_url,
+        port=arguments.port,
+        advertise_host=arguments.advertise_host,
+        drain_timeout_s=5.0,
+    )
     configure_logging(arguments.role, cluster.log_level, cluster.log_format)
 
     def print_ready(endpoints: str) -> None:

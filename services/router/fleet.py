@@ -43,13 +43,22 @@ class RemoteWorker:
         self.is_attached = False
         self.load = worker_pb2.Load()
         self.inflight: dict[str, _InFlight] = {}
-        self.channel = aio.insecure_channel(record.endpoint, options=rpc.CHANNEL_OPTIONS)
-        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
-        self.prefill_stub = worker_pb2_grpc.PrefillWorkerStub(self.channel)
-        self.decode_stub = worker_pb2_grpc.DecodeWorkerStub(self.channel)
         self._is_full = False  # it refused for lack of room since its last report
         self._aborts: list[str] = []
         self._has_aborts = asyncio.Event()
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        self.channel = aio.insecure_channel(self.record.endpoint, options=rpc.CHANNEL_OPTIONS)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.prefill_stub = worker_pb2_grpc.PrefillWorkerStub(self.channel)
+        self.decode_stub = worker_pb2_grpc.DecodeWorkerStub(self.channel)
+
+    async def reconnect(self) -> None:
+        """Leave a connection that has gone silent; gRPC would put new calls on it until its own keepalive gives up."""
+        silent = self.channel
+        self._open_channel()
+        await silent.close(grace=None)
 
     @property
     def worker_id(self) -> str:
@@ -208,8 +217,11 @@ class Fleet:
             while True:
                 try:
                     await self._attach(worker)
-                except* (aio.AioRpcError, TimeoutError) as group:
+                except* aio.AioRpcError as group:
                     logger.warning("worker %s: %s", worker.worker_id, _first_line(group))
+                except* TimeoutError:
+                    logger.warning("worker %s: silent for too long", worker.worker_id)
+                    await worker.reconnect()
                 await asyncio.sleep(RECONNECT_S)
         finally:
             await worker.channel.close(grace=None)
@@ -252,10 +264,6 @@ class Fleet:
 
 def _first_line(group: BaseExceptionGroup[BaseException]) -> str:
     error = group.exceptions[0]
-    if isinstance(error, aio.AioRpcError):
-        return (
-            f"{error.code().name} {error.details()}"
-            if error.code() != grpc.StatusCode.CANCELLED
-            else "stream cancelled"
-        )
-    return "silent for too long"
+    assert isinstance(error, aio.AioRpcError), "the stream's own task raises it"
+    is_cancelled = error.code() == grpc.StatusCode.CANCELLED
+    return "stream cancelled" if is_cancelled else f"{error.code().name} {error.details()}"

@@ -225,7 +225,7 @@ async def rampage(cluster: Cluster, seed: int, num_kills: int) -> Counter[str]:
 
 
 async def test_random_kills(cluster: Cluster) -> None:
-    ends = await rampage(cluster, seed=11, num_kills=4)
+    ends = await rampage(cluster, seed=11, num_kills=3)
     assert ends[""] > 100
 
 
