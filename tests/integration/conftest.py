@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.inproc import InprocTransport
-from tests.local_stack import Stack, Valkey, running_stack
+from tests.local_stack import Stack, running_stack
+from tests.scripted_parts import Valkey
 
 MakeStack = Callable[..., AbstractAsyncContextManager[Stack]]
 

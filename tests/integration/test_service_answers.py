@@ -15,7 +15,8 @@ from kvtransfer.transport import Transport
 from kvtransfer.zeromq import ZmqTransport
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
-from tests.local_stack import BLOCK, CONTEXT, EOS, Stack, Valkey, expected, prompt_of, running_stack
+from tests.local_stack import Stack, running_stack
+from tests.scripted_parts import BLOCK, CONTEXT, EOS, Valkey, expected, prompt_of
 
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 8 * BLOCK + 1, CONTEXT - 1)
 

@@ -9,7 +9,8 @@ from grpc import aio
 
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Answered, Stack, Worker, collect, eventually, expected, generate, prompt_of
+from tests.local_stack import Answered, Stack, Worker, collect, generate
+from tests.scripted_parts import eventually, expected, prompt_of
 
 PROMPT = prompt_of(100)
 
@@ -130,21 +131,10 @@ async def test_a_worker_that_restarts_at_its_address_serves_again(make_stack: Ma
             stack.workers.remove(old)
             new = await stack.start_worker(role, port=int(old.endpoint.rpartition(":")[2]))
             assert new.worker_id == old.worker_id
-            await until_paired(stack)
+            await stack.until_paired()
             prompt = prompt_of(40, index)
             assert (await stack.router.answer(prompt=prompt)).tokens == expected(prompt, 8)
             await stack.until_idle()
-
-
-async def until_paired(stack: Stack) -> None:
-    """Wait until the router has met the workers that live now, and they each other."""
-
-    def condition() -> bool:
-        lives = {worker.worker_id: worker.host._incarnation for worker in stack.workers if worker.host}
-        known = {w.worker_id: w.record.incarnation for w in stack.router.router.fleet if w.state == "ready"}
-        return all(known.get(name) == life for name, life in lives.items()) and stack.router.router.is_ready()
-
-    await eventually(condition)
 
 
 async def test_a_flapping_worker_leaves_no_account_behind(make_stack: MakeStack) -> None:
