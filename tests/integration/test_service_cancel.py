@@ -219,7 +219,7 @@ async def test_a_client_that_does_not_read_is_let_go(make_stack: MakeStack, who:
     async with make_stack(stall_timeout_s=0.3 if who == "stall timeout" else 60.0) as stack:
         # A window so small that an answer fills it: the router's write waits.
         options = [
-            ("grpc.http2.lookahead_bytes", 64),
+            ("grpc.http2.lookahead_bytes", 4096),
             ("grpc.http2.bdp_probe", 0),
             ("grpc.use_local_subchannel_pool", 1),
         ]
