@@ -25,7 +25,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"text": ""}),
     ("prompt", {"prompt": []}),
     ("chat", {"chat": {"messages": []}}),
-    ("prompt", {"prompt": prompt_of(CONTEXT + 1)}),
+    ("token_ids", {"prompt": prompt_of(CONTEXT + 1)}),
     ("prompt", {"text": "x" * 100_000}),
     ("token_ids", {"prompt": [256]}),
     ("token_ids", {"prompt": [2**32 - 1]}),
