@@ -25,8 +25,8 @@ from redis import asyncio as aioredis
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.eventually import eventually, eventually_async
-from tests.local_stack import EOS, expected
 from tests.processes import Process, environment
+from tests.scripted_parts import EOS, expected
 from tests.valkey import Valkey
 
 DEADLINE_S = 20.0

@@ -18,7 +18,7 @@ from services.common.worker_process import EngineParts
 from services.decode.main import serve as serve_decode
 from services.prefill.main import serve as serve_prefill
 from services.router.main import serve as serve_router
-from tests.local_stack import BLOCK, EOS, fingerprint, served_model
+from tests.scripted_parts import BLOCK, EOS, fingerprint, served_model
 
 CONTEXT_TOKENS = 1024
 MAX_SEQUENCES = 64

@@ -21,7 +21,7 @@ from kvtransfer.frames import decode as decode_frame
 from services.common.registry import Registry
 from tests.chaos import Cluster, Node, ask_once
 from tests.eventually import eventually_async
-from tests.local_stack import fingerprint
+from tests.scripted_parts import fingerprint
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(120)]
 

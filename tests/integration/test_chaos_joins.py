@@ -91,7 +91,7 @@ async def restart_again_and_again(cluster: Cluster, role: str, times: int) -> No
     await cluster.settled()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 async def test_quick_restarts_at_the_same_address(cluster: Cluster, role: str) -> None:
     await restart_again_and_again(cluster, role, times=2)
 

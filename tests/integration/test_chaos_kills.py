@@ -156,7 +156,7 @@ async def test_a_router_killed(cluster: Cluster) -> None:
         await client.flushall()  # the keys that would take 15 s
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 async def test_a_frozen_worker(cluster: Cluster, role: str) -> None:
     router = cluster.of("router")[0]
     async with load_on(cluster.of("router"), NUM_CLIENTS, seed=7) as load:

@@ -75,7 +75,7 @@ async def test_idle_connections_that_were_black_holed(tmp_path: Path) -> None:
         await net.cluster.no_request_keys()
 
 
-@pytest.mark.parametrize("which", ["decode", "kv"])
+@pytest.mark.parametrize("which", ["kv", pytest.param("decode", marks=pytest.mark.slow)])
 async def test_a_connection_cut_under_load(tmp_path: Path, which: str) -> None:
     async with network(tmp_path) as net, load_on([net.router], 8, seed=1, max_answer=20) as load:
         proxy = net.to_decode if which == "decode" else net.to_decode_kv
@@ -99,13 +99,3 @@ async def test_a_stall_shorter_than_any_deadline_only_delays(tmp_path: Path) -> 
         await load.progress(8)
         assert set(await load.finish()) == {""}
         await net.cluster.blocks_return()
-
-
-async def test_a_slow_redis_slows_no_stream(tmp_path: Path) -> None:
-    async with network(tmp_path) as net, load_on([net.router], 8, seed=3, max_answer=20) as load:
-        await load.progress(8)
-        net.to_redis.stall()
-        await load.progress(20)
-        net.to_redis.flow()
-        assert set(await load.finish()) == {""}
-        await net.cluster.no_request_keys(10.0)
