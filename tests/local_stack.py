@@ -309,8 +309,7 @@ class Stack:
 
     async def until_ready(self) -> None:
         """Wait until every router pairs what it can."""
-        for process in self.routers:
-            await eventually(process.router.is_ready)
+        await eventually(lambda: not any(process.router.why_unready() for process in self.routers))
 
     async def until_paired(self) -> None:
         """Wait until every router has met every worker's present life, and they one another; all are of one kind."""

@@ -68,7 +68,7 @@ async def test_lost_keys_are_written_again(make_stack: MakeStack, own_valkey: Va
                     client.script_flush()
             healed_by = time.monotonic() + 1.3  # one heartbeat and the readers' next look
             while time.monotonic() < healed_by:
-                assert stack.router.router.is_ready()  # all along
+                assert not stack.router.router.why_unready()  # all along
                 await asyncio.sleep(0.01)
             assert hashes <= set(client.keys(f"{prefix}worker:*"))
             assert len(client.smembers(f"{prefix}workers")) == 2
