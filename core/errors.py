@@ -119,8 +119,8 @@ STATUS: dict[type[BatonError], Status] = {
 
 
 def status_of(error: BatonError) -> Status:
-    """The wire status of an error; anything without its own row is INTERNAL."""
-    return STATUS.get(type(error), STATUS[InternalError])
+    """The wire status of an error: the row of its nearest base that has one, else INTERNAL."""
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), STATUS[InternalError])
 
 
 def error_from_status(grpc_code: str, message: str) -> ServingError:

@@ -5,6 +5,7 @@ new HELLO. Transfers that had begun fail with it; those that had not yet begun u
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ from kvtransfer.states import State
 from kvtransfer.stats import TransferStats
 from kvtransfer.ticket import SendOutcome
 from kvtransfer.transport import Part, SendHandle, Socket, Transport, TransportFullError
+
+logger = logging.getLogger(__name__)
 
 _MESSAGES_PER_TURN = 64  # then other tasks of the loop get theirs
 
@@ -291,6 +294,7 @@ class SenderLink:
                 self._after(outgoing, [outgoing.session.begin(now)])
 
     def _refuse(self, error: TransferError) -> None:
+        logger.error("KV link refused: %s", error)
         self.error = error
         self.settled.set()
         self._lose(str(error), list(self._outgoing.values()))

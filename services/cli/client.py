@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from grpc import aio
 
@@ -48,8 +47,6 @@ async def stream(endpoint: str, request: pb.GenerateRequest, timeout_s: float) -
             async for response in call:
                 yield response
         except aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.CANCELLED:
-                return
             raise rpc.error_of(error) from error
         finally:
             call.cancel()

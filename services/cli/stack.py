@@ -74,7 +74,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **self.environment},
+                env=_environment() | self.environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for the parent, which stops its children in order
                 preexec_fn=functools.partial(_die_with, os.getpid()),
             )
@@ -241,6 +241,11 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _environment() -> dict[str, str]:
+    """Ours without BATON_<FLAG>: those were for this command, which has told each child what it needs by flags."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_") or name == "BATON_HOME"}
 
 
 def free_port() -> int:

@@ -107,8 +107,11 @@ async def run_up(options: UpOptions, logs: Path, stop: asyncio.Event, on_ready: 
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 on_ready(starting.result().line())
-                tasks.append(asyncio.ensure_future(stack.watch()))
-                await stopped
+                watching = asyncio.ensure_future(stack.watch())
+                tasks.append(watching)
+                await asyncio.wait([stopped, watching], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()  # only a bug ends it; let it be seen
         finally:
             for task in tasks:
                 task.cancel()

@@ -73,6 +73,8 @@ class ClusterOptions:
         for name in ("port", "http_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be 0 to 65535")
+        if self.host in ("0.0.0.0", "::") and not self.advertise_host:  # noqa: S104
+            raise ConfigError(f"host={self.host}: nobody can connect to that; give --advertise-host too")
 
     @property
     def reachable_host(self) -> str:
@@ -120,15 +122,18 @@ class RouterLimits:
     mode: Literal["disaggregated", "aggregated"] = flag(
         "disaggregated", "Prefill and decode apart, or whole requests in one worker."
     )
+    max_requests: int = flag(4096, "Requests open at once at most, waiting and running; more are refused.")
     max_queued: int = flag(1024, "Requests waiting for room at most; more are refused.")
     max_queue_s: float = flag(60.0, "Longest wait for room; then the request is refused.")
     request_timeout_s: float = flag(600.0, "Deadline of a request that brings none, and the longest one it may bring.")
     stall_timeout_s: float = flag(30.0, "A client that does not read for this long is cut off.")
     worker_silence_s: float = flag(3.0, "A worker that sends nothing for this long is lost, and its requests with it.")
-    max_attempts: int = flag(3, "Workers tried for a request that has not produced a token yet.")
+    max_attempts: int = flag(
+        3, "Pairs of workers tried for a request; it goes on after the tokens that the client has."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_queued", "max_attempts"):
+        for name in ("max_requests", "max_queued", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("max_queue_s", "request_timeout_s", "stall_timeout_s", "worker_silence_s"):

@@ -14,7 +14,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from core.errors import ConfigError
 from core.layout import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,23 @@ T = TypeVar("T")
 
 # A Redis command that takes this long has failed; requests go on without it.
 COMMAND_TIMEOUT_S = 1.0
+# A request waits this long at most for its claim.
+CLAIM_TIMEOUT_S = 1.0
 # After a failure nothing but the periodic loops asks Redis for this long, so that an outage costs requests no time.
-REST_AFTER_FAILURE_S = 1.0
+REST_AFTER_FAILURE_S = 3.0
 
+# Idempotent: the client sends a command again whose reply was lost.
 _CLAIM = """
+if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then return 1 end
 if redis.call('HSETNX', KEYS[1], 'owner', ARGV[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[1], 'phase', 'queued')
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+_WRITE = """
+local owner = redis.call('HGET', KEYS[1], 'owner')
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], unpack(ARGV, 3))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
@@ -97,20 +109,24 @@ class Registry:
         self._client: Any = client
         self._prefix = f"baton:{cluster}:"
         self._claim = self._client.register_script(_CLAIM)
+        self._write = self._client.register_script(_WRITE)
         self._release = self._client.register_script(_RELEASE)
         self._resting_until = 0.0
 
     @classmethod
     def from_url(cls, url: str, cluster: str = "default") -> "Registry":
-        """A registry on `redis://` or `rediss://`; connects when first used."""
-        client = aioredis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=COMMAND_TIMEOUT_S,
-            socket_connect_timeout=COMMAND_TIMEOUT_S,
-            # Once, for a connection that broke while idle. The default is ten times with growing pauses: a minute.
-            retry=Retry(NoBackoff(), 1),
-        )
+        """A registry on `redis://` or `rediss://`; connects when first used. Raises ConfigError."""
+        try:
+            client = aioredis.from_url(
+                url,
+                decode_responses=True,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                socket_connect_timeout=COMMAND_TIMEOUT_S,
+                # Once, for a connection that broke while idle. The default is ten times with growing pauses: a minute.
+                retry=Retry(NoBackoff(), 1),
+            )
+        except ValueError as error:
+            raise ConfigError(f"redis_url={url!r}: {error}") from error
         return cls(client, cluster)
 
     async def aclose(self) -> None:
@@ -187,30 +203,30 @@ class Registry:
         if self.is_resting:
             return True
         try:
-            return bool(await self._claim(keys=[self._request_key(request_id)], args=[owner, int(ttl_s * 1000)]))
-        except (RedisError, OSError) as error:
+            async with asyncio.timeout(CLAIM_TIMEOUT_S):
+                return bool(await self._claim(keys=[self._request_key(request_id)], args=[owner, int(ttl_s * 1000)]))
+        except (RedisError, OSError) as error:  # OSError: TimeoutError is one
             self.note_failure("claiming a request id", error)
             return True
 
     @_keeps_cancellation
     async def write_requests(
-        self, placed: Mapping[str, Mapping[str, str]], refreshed: Iterable[str], ended: Mapping[str, str], ttl_s: float
+        self, live: Mapping[str, Mapping[str, str]], ended: Mapping[str, str], ttl_s: float
     ) -> None:
         """One round trip for many requests.
 
         Args:
-            placed: request id -> fields that say which workers hold it.
-            refreshed: ids still in flight; their TTL starts again.
+            live: request id -> `owner` and fields that say which workers hold it; written whole, and the TTL starts again,
+                unless the key is another owner's.
             ended: request id -> owner; the key goes if it is still that owner's.
         Raises:
             RedisError: nothing is certain then; keys of ended requests expire by themselves.
         """
         async with self._client.pipeline(transaction=False) as pipe:
-            for request_id, fields in placed.items():
-                pipe.hset(self._request_key(request_id), mapping=fields)
-                pipe.pexpire(self._request_key(request_id), int(ttl_s * 1000))
-            for request_id in refreshed:
-                pipe.pexpire(self._request_key(request_id), int(ttl_s * 1000))
+            for request_id, fields in live.items():
+                others = [part for name, value in fields.items() if name != "owner" for part in (name, value)]
+                arguments: list[str | int] = [fields["owner"], int(ttl_s * 1000), *others]
+                await self._write(keys=[self._request_key(request_id)], args=arguments, client=pipe)
             for request_id, owner in ended.items():
                 await self._release(keys=[self._request_key(request_id)], args=[owner], client=pipe)
             await pipe.execute()

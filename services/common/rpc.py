@@ -67,6 +67,6 @@ def error_of(call_error: aio.AioRpcError) -> ServingError:
     return error
 
 
-def hides_bug(error: BaseException) -> ServingError:
+def hidden_bug(error: BaseException) -> ServingError:
     """What a client is told of an exception that is our bug: its kind, never its text, which may hold a prompt."""
     return InternalError(f"internal error ({type(error).__name__}); the server's log has the details")

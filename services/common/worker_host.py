@@ -17,6 +17,7 @@ from services.common.convert import logprobs_to_pb
 from services.common.ledger import Blocks, Detail, Holding, Ledger, Use
 from services.common.registry import Capacity
 from services.common.router_streams import RouterStreams
+from services.common.rpc import hidden_bug
 from services.common.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class WorkerHost(Generic[Detail]):
         peers: what `Load.peers` reports.
         metrics: of the worker.
         incarnation: of this process.
+        role_unready: empty, or why the role's own parts cannot serve yet.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class WorkerHost(Generic[Detail]):
         peers: Callable[[], Iterable[str]],
         metrics: WorkerMetrics,
         incarnation: str,
+        role_unready: Callable[[], str] = str,
     ) -> None:
         self.engine = engine
         self.capacity = capacity
@@ -59,6 +62,7 @@ class WorkerHost(Generic[Detail]):
         self._peers = peers
         self._metrics = metrics
         self._incarnation = incarnation
+        self._role_unready = role_unready
         self._last_step = StepResult()
         self._emptied = asyncio.Event()
 
@@ -163,7 +167,9 @@ class WorkerHost(Generic[Detail]):
         if self.is_draining:
             return "draining"
         stalled_s = self.engine.stalled_s()
-        return f"engine step has been running for {stalled_s:.0f} s" if stalled_s > MAX_STEP_S else ""
+        if stalled_s > MAX_STEP_S:
+            return f"engine step has been running for {stalled_s:.0f} s"
+        return self._role_unready()
 
     @property
     def state(self) -> str:
@@ -233,7 +239,12 @@ class WorkerHost(Generic[Detail]):
             if holding is None:
                 continue
             self._metrics.generation_tokens.inc(len(output.token_ids))
-            update = on_output(holding, output, result)
+            try:
+                update = on_output(holding, output, result)
+            except Exception as error:  # one sequence's bug must not cost the others of this step their tokens
+                logger.exception("translating a step's output failed")
+                self.fail(holding, hidden_bug(error))
+                update = None
             if update is not None:
                 updates[holding.router_id].append(update)
             if output.has_ended:

@@ -5,6 +5,7 @@ Order: HTTP up (alive, not ready) -> model loaded -> gRPC up -> registered (read
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from grpc_health.v1._async import HealthServicer
 from prometheus_client import CollectorRegistry
 from redis.exceptions import RedisError
 
-from core.errors import ConfigError
+from core.errors import ConfigError, InternalError
 from core.ids import new_incarnation
 from core.layout import Fingerprint, KVLayout
 from core.sequence import BlockMemory, Engine
@@ -31,6 +32,7 @@ from services.common.worker_host import WorkerHost
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+WATCH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ async def run_worker(
     role: str,
     options: ClusterOptions,
     registry: Registry,
-    build: Callable[[str, CollectorRegistry], Awaitable[WorkerParts]],
+    build: Callable[[str, CollectorRegistry], Coroutine[Any, Any, WorkerParts]],
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -110,7 +112,9 @@ async def run_worker(
     async with aclosing(registry), asyncio.TaskGroup() as group:
         group.create_task(http.serve(), name="http")
         try:
-            parts = await build(incarnation, metrics)
+            parts = await _unless_stopped(build(incarnation, metrics), stop)
+            if parts is None:
+                return
             server = aio.server(options=rpc.SERVER_OPTIONS)
             parts.add_servicers(server)
             health_servicer = HealthServicer()
@@ -141,16 +145,14 @@ async def run_worker(
                     capacity=parts.host.capacity,
                 )
 
-            beside.append(
-                group.create_task(_heartbeat(registry, record, parts.host, options.worker_ttl_s), name="heartbeat")
-            )
-            await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+            beat = _heartbeat(registry, record, parts.host, options.worker_ttl_s)
+            beside.append(group.create_task(beat, name="heartbeat"))
+            beside.append(group.create_task(_watch(parts.host, health_servicer), name="watch"))
             life["unready"] = ""
             on_ready(f"grpc={endpoint} http={http_endpoint}")
             try:
                 await stop.wait()
                 logger.info("draining")
-                await health_servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
                 await parts.host.drain(options.drain_timeout_s)
             finally:
                 for task in beside:
@@ -173,6 +175,32 @@ async def _heartbeat(
         except (RedisError, OSError) as error:
             registry.note_failure("registering this worker", error)
         await asyncio.sleep(min(HEARTBEAT_S, ttl_s / 3))
+
+
+async def _watch(host: WorkerHost[Any], health_servicer: HealthServicer) -> None:
+    """Keep gRPC's health answer equal to readiness; end the process when its engine has crashed.
+
+    Raises:
+        InternalError: the engine's loop is gone; whoever supervises the process starts another.
+    """
+    while not math.isinf(host.engine.stalled_s()):
+        is_ready = not host.why_unready()
+        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await health_servicer.set("", status)
+        await asyncio.sleep(WATCH_S)
+    raise InternalError("the engine's loop crashed; the log above says why")
+
+
+async def _unless_stopped(build: Coroutine[Any, Any, WorkerParts], stop: asyncio.Event) -> WorkerParts | None:
+    """What `build` gives, or None when the process is told to stop first. Nothing is held yet, so nothing drains."""
+    building = asyncio.ensure_future(build)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([building, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return building.result() if building.done() else None
+    finally:
+        stopping.cancel()
+        building.cancel()
 
 
 async def _withdraw(registry: Registry, worker_id: str) -> None:

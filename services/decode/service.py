@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
-from core.errors import UnavailableError
+from core.errors import TransferError, UnavailableError
 from core.hashing import hash_tokens
 from core.layout import KVLayout
 from core.sampling import SamplingParams
@@ -80,12 +80,16 @@ class DecodeService:
         """Hold every block the answer may need and open the receiving end. Raises ServingError; nothing is held then."""
         holding = self._admit(message, {"transfer"})
         known = holding.detail.prompt + holding.detail.output
-        ticket: Ticket = self._receiver.open(
-            holding.blocks[: self._layout.blocks_for(len(known))],
-            hash_tokens(known),
-            on_end=lambda outcome: self._on_transfer_end(holding, outcome),
-            on_commit=lambda committed: self._adopt(holding, committed),
-        )
+        try:
+            ticket: Ticket = self._receiver.open(
+                holding.blocks[: self._layout.blocks_for(len(known))],
+                hash_tokens(known),
+                on_end=lambda outcome: self._on_transfer_end(holding, outcome),
+                on_commit=lambda committed: self._adopt(holding, committed),
+            )
+        except TransferError as error:
+            self.host.ledger.end_use(holding, "transfer")
+            raise UnavailableError(f"no KV can be received: {error}") from error
         holding.detail.transfer_id = ticket.transfer_id
         return ticket
 

@@ -106,6 +106,7 @@ async def follow_peers(sender: KVSender, registry: Registry, on_change: Callable
                 return
             except TransferError as error:
                 logger.warning("decode worker %s: %s", worker_id, error)
+                await asyncio.sleep(PEER_POLL_S)
                 continue
             logger.info("connected to decode worker %s", worker_id)
             on_change()

@@ -64,6 +64,7 @@ class PrefillService:
             peers=sender.peers,
             metrics=metrics,
             incarnation=incarnation,
+            role_unready=lambda: "" if sender.peers() else "not connected to a decode worker yet",
         )
 
     def start(self) -> None:

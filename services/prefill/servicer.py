@@ -5,7 +5,7 @@ from typing import Any
 from grpc import aio
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from core.errors import ServingError
+from core.errors import InvalidRequestError, ServingError, TransferError
 from kvtransfer.ticket import Ticket
 from services.common import rpc
 from services.prefill.service import PrefillService
@@ -21,15 +21,17 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, context: Context) -> worker_pb2.Accepted:
         """Queue a prompt; its first token leaves on the router's Attach stream, its KV for the ticket's endpoint."""
-        ticket = Ticket(
-            transfer_id=request.ticket.transfer_id,
-            epoch=request.ticket.epoch,
-            endpoint=request.ticket.endpoint,
-            num_blocks=request.ticket.num_blocks,
-            lease_ms=request.ticket.lease_ms,
-        )
         try:
+            ticket = Ticket(
+                transfer_id=request.ticket.transfer_id,
+                epoch=request.ticket.epoch,
+                endpoint=request.ticket.endpoint,
+                num_blocks=request.ticket.num_blocks,
+                lease_ms=request.ticket.lease_ms,
+            )
             self._service.prefill(request.sequence, ticket)
+        except TransferError as error:
+            await rpc.abort_with(context, InvalidRequestError("ticket", str(error)))
         except ServingError as error:
             await rpc.abort_with(context, error)
         return worker_pb2.Accepted()

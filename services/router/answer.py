@@ -103,6 +103,7 @@ class Answer:
         self.marks = marks
         self.placement: Placement | None = None
         self.deadline = float("inf")  # on the router's clock
+        self.queued_since: float | None = None  # when it first asked for room
         self.sequence_id = ""  # of the current attempt
         self.token_ids: list[int] = []  # of the answer
         self.error: ServingError | None = None
@@ -209,7 +210,7 @@ class Answer:
                 break  # a stop token ends the answer; its text is not part of it
             matched = self._push_text(token_id)
             if matched is not None:
-                self._finish("stop", matched)
+                self._finish("stop", matched, flushes=False)
                 return
         if update.finish_reason:
             matched_id = str(update.matched_stop_id) if update.matched_stop_id >= 0 else ""
@@ -243,8 +244,8 @@ class Answer:
                 marks.second_token = now
         marks.last_token = now
 
-    def _finish(self, reason: FinishReason, matched_stop: str) -> None:
-        if not (reason == "stop" and matched_stop in self.sampling.stop):
+    def _finish(self, reason: FinishReason, matched_stop: str, *, flushes: bool = True) -> None:
+        if flushes:  # what was held back, in case it began a stop string, is text after all
             held_back = self._stops.finish()
             if held_back:
                 self._text.append(held_back)

@@ -1,6 +1,6 @@
 """What the edges (gRPC, HTTP) ask of the router's core, and what they get back. Neither edge knows the other."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -94,20 +94,11 @@ class RouterCore(Protocol):
             ServingError: from the first or any later step; what was yielded before stands, and no Done follows.
         """
 
-    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
-        """The token ids of a text, special tokens of a bare prompt included."""
-
-    async def detokenize(self, model: str, token_ids: tuple[int, ...]) -> str:
-        """The text of token ids, special tokens kept."""
-
     def models(self) -> tuple[ModelCard, ...]:
         """The models that can be asked for, served at this moment or not."""
 
-    def is_ready(self) -> bool:
-        """Whether a request sent now would find workers."""
+    def why_unready(self) -> str:
+        """Empty when a request sent now would find workers, else the reason."""
 
     def token_text(self, token_id: int) -> str:
         """How one token reads alone, for logprobs: its text, special tokens by their name."""
-
-    def loads(self) -> Mapping[str, Mapping[str, float]]:
-        """Per worker id: what it last reported (running, waiting, free_blocks, total_blocks)."""

@@ -1,7 +1,7 @@
 """A router core without workers: plays a script. Ships so that every edge can be tested in milliseconds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from core.errors import NotFoundError, ServingError
 from services.router.api import Chunk, Done, GenerateCall, ModelCard, Timings
@@ -69,31 +69,17 @@ class FakeRouterCore:
             if not ended:
                 self.aborted.append(call.request_id)
 
-    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
-        """One token for each character: its code point."""
-        self._require_model(model)
-        return tuple(map(ord, text))
-
-    async def detokenize(self, model: str, token_ids: tuple[int, ...]) -> str:
-        """The reverse of `tokenize`."""
-        self._require_model(model)
-        return "".join(map(chr, token_ids))
-
     def models(self) -> tuple[ModelCard, ...]:
         """The one model."""
         return (self._card,)
 
-    def is_ready(self) -> bool:
+    def why_unready(self) -> str:
         """What the test says."""
-        return self.ready
+        return "" if self.ready else "the test says so"
 
     def token_text(self, token_id: int) -> str:
         """A made-up text."""
         return f"t{token_id}"
-
-    def loads(self) -> Mapping[str, Mapping[str, float]]:
-        """No workers."""
-        return {}
 
     def _require_model(self, model: str) -> None:
         if model not in ("", self._card.name):

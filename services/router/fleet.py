@@ -44,6 +44,7 @@ class RemoteWorker:
         self.load = worker_pb2.Load()
         self.inflight: dict[str, _InFlight] = {}
         self._is_full = False  # it refused for lack of room since its last report
+        self._unreported_blocks = 0  # taken since its last report
         self._aborts: list[str] = []
         self._has_aborts = asyncio.Event()
         self._open_channel()
@@ -74,6 +75,7 @@ class RemoteWorker:
         """Count a sequence sent there, before the worker itself reports it."""
         num_blocks = -(-num_tokens // self.record.fingerprint.block_tokens)
         self.inflight[sequence_id] = _InFlight(num_blocks, queued_tokens)
+        self._unreported_blocks += num_blocks
 
     def note_first_token(self, sequence_id: str) -> None:
         """Its prompt waits no longer."""
@@ -88,10 +90,11 @@ class RemoteWorker:
         """Its newest word about itself."""
         self.load = load
         self._is_full = False
+        self._unreported_blocks = 0
 
     def abort(self, sequence_id: str) -> None:
-        """Tell the worker, soon, to end a sequence; never blocks."""
-        if self.is_attached and len(self._aborts) < MAX_PENDING_ABORTS:
+        """Tell the worker, soon or when it is back, to end a sequence; never blocks."""
+        if len(self._aborts) < MAX_PENDING_ABORTS:
             self._aborts.append(sequence_id)
             self._has_aborts.set()
 
@@ -115,6 +118,7 @@ class RemoteWorker:
         """A snapshot for placement."""
         capacity = self.record.capacity
         taken = sum(entry.num_blocks for entry in self.inflight.values())
+        free = min(self.load.free_blocks - self._unreported_blocks, capacity.total_blocks - taken)
         held = max(self.load.running + self.load.waiting, len(self.inflight))
         return WorkerView(
             worker_id=self.worker_id,
@@ -122,7 +126,7 @@ class RemoteWorker:
             fingerprint=self.record.fingerprint,
             kv_endpoint=self.record.kv_endpoint,
             peers=frozenset(self.load.peers),
-            free_blocks=0 if self._is_full else min(self.load.free_blocks, capacity.total_blocks - taken),
+            free_blocks=0 if self._is_full else max(free, 0),
             total_blocks=capacity.total_blocks,
             free_sequences=capacity.max_sequences - held,
             queued_tokens=max(sum(entry.queued_tokens for entry in self.inflight.values()), self.load.waiting_tokens),

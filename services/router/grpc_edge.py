@@ -10,7 +10,7 @@ from grpc import aio
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from core.errors import InvalidRequestError, ServingError
+from core.errors import CancelledError, InvalidRequestError, ServingError
 from core.sampling import SamplingParams
 from services.common import rpc
 from services.common.convert import logprobs_to_pb
@@ -47,8 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         async with asyncio.timeout(self._stall_timeout_s):
                             await context.write(_response(event, request.return_timings))
                     except TimeoutError:
-                        raise InvalidRequestError(
-                            "stream", f"not read for {self._stall_timeout_s:.0f} s; the request was cancelled"
+                        raise CancelledError(
+                            f"the stream was not read for {self._stall_timeout_s:.0f} s; the request was cancelled"
                         ) from None
         except ServingError as error:
             await rpc.abort_with(context, error)

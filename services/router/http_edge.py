@@ -88,9 +88,8 @@ def create_app(
         return JSONResponse({"status": "ok"})
 
     async def ready(_request: Request) -> Response:
-        if core.is_ready():
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready: no worker pair can serve"}, 503)
+        reason = core.why_unready()
+        return JSONResponse({"status": reason or "ready"}, 503 if reason else 200)
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -31,6 +31,7 @@ class Intake:
         """The prompt as token ids: tokenised once, here, for all workers. Raises InvalidRequestError."""
         limit = self._model.card.max_model_len
         if call.token_ids is not None:
+            self.require_length("token_ids", len(call.token_ids))
             self.require_ids("token_ids", call.token_ids)
             prompt = call.token_ids
         elif call.chat is not None:
@@ -75,6 +76,12 @@ class Intake:
         """Raise NotFoundError unless `model` is the one served, or empty."""
         if model and model != self._model.card.name:
             raise NotFoundError(f"model {model!r} is not served here; {self._model.card.name!r} is")
+
+    def require_length(self, field: str, num_tokens: int) -> None:
+        """Raise InvalidRequestError for more tokens than the context holds."""
+        limit = self._model.card.max_model_len
+        if num_tokens > limit:
+            raise InvalidRequestError(field, f"{num_tokens} tokens exceed the context limit of {limit} tokens")
 
     def require_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
         """Raise InvalidRequestError unless every id is in the vocabulary."""

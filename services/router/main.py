@@ -23,7 +23,7 @@ from services.common.registry import Registry
 from services.router.api import ModelCard
 from services.router.chat_template import ChatTemplate
 from services.router.grpc_edge import InferenceServicer
-from services.router.http_edge import create_app
+from services.router.http_edge import HttpLimits, create_app
 from services.router.intake import ServedModel
 from services.router.metrics import RouterMetrics
 from services.router.router import Router
@@ -89,7 +89,11 @@ async def serve(
         return render_metrics(metrics_registry)
 
     http_socket = bind(options.host, options.http_port)
-    http = HttpServer(create_app(router, metrics=metrics), http_socket, drain_s=int(options.drain_timeout_s) + 5)
+    http = HttpServer(
+        create_app(router, metrics=metrics, limits=HttpLimits(stall_timeout_s=limits.stall_timeout_s)),
+        http_socket,
+        drain_s=int(options.drain_timeout_s) + 5,
+    )
     server = aio.server(options=rpc.SERVER_OPTIONS)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(router, limits.stall_timeout_s), server)
     health = HealthServicer()
@@ -130,7 +134,9 @@ async def _report_health(router: Router, health: HealthServicer, service: str) -
     """Keep the health service's answer equal to the router's readiness."""
     while True:
         status = (
-            health_pb2.HealthCheckResponse.SERVING if router.is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
+            health_pb2.HealthCheckResponse.SERVING
+            if not router.why_unready()
+            else health_pb2.HealthCheckResponse.NOT_SERVING
         )
         await health.set(service, status)
         await health.set("", status)

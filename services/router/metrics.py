@@ -86,7 +86,8 @@ class RouterMetrics:
         timings = done.timings
         labels = (self._model, "default", "0", _length_class(done.prompt_tokens, done.completion_tokens))
         after_first_ms = timings.transfer_ms + timings.adopt_ms + timings.first_decode_ms + timings.decode_ms
-        self.ttft.labels(*labels).observe(timings.ttft_ms / 1000)
+        if done.completion_tokens:
+            self.ttft.labels(*labels).observe(timings.ttft_ms / 1000)
         self.e2e.labels(*labels).observe(timings.e2e_ms / 1000)
         self.queue.labels(*labels).observe(timings.queue_ms / 1000)
         self.prefill.labels(*labels).observe(timings.prefill_ms / 1000)

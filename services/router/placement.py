@@ -69,17 +69,16 @@ def place(
     pairs = [
         (prefill, decode)
         for decode in decodes
-        if _is_candidate(decode, need, excluded)
+        if _is_candidate(decode, excluded)
         for prefill in prefills
-        if _is_candidate(prefill, need, excluded) and can_pair(prefill, decode)
+        if _is_candidate(prefill, excluded) and can_pair(prefill, decode)
     ]
     if not pairs:
         return Refusal.NO_WORKERS
     pairs = [
         (prefill, decode)
         for prefill, decode in pairs
-        if _blocks(prefill, need.num_prompt_tokens) <= prefill.total_blocks
-        and _blocks(decode, need.max_total_tokens) <= decode.total_blocks
+        if _ever_fits(prefill, need, need.num_prompt_tokens) and _ever_fits(decode, need, need.max_total_tokens)
     ]
     if not pairs:
         return Refusal.NEVER_FITS
@@ -98,10 +97,10 @@ def place_aggregated(
     workers: Sequence[WorkerView], need: Need, excluded: Collection[str], rng: random.Random
 ) -> Placement | Refusal:
     """The worker with the smallest share taken that has room for the whole request."""
-    candidates = [worker for worker in workers if _is_candidate(worker, need, excluded)]
+    candidates = [worker for worker in workers if _is_candidate(worker, excluded)]
     if not candidates:
         return Refusal.NO_WORKERS
-    candidates = [worker for worker in candidates if _blocks(worker, need.max_total_tokens) <= worker.total_blocks]
+    candidates = [worker for worker in candidates if _ever_fits(worker, need, need.max_total_tokens)]
     if not candidates:
         return Refusal.NEVER_FITS
     candidates = [worker for worker in candidates if _has_room(worker, need.max_total_tokens)]
@@ -111,13 +110,40 @@ def place_aggregated(
     return Placement(decode=best.worker_id)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All workers at one moment. Without `prefills` (None) requests run whole in one worker."""
+
+    prefills: Sequence[WorkerView] | None
+    decodes: Sequence[WorkerView]
+    rng: random.Random
+
+    def choose(self, need: Need, excluded: Collection[str]) -> Placement | Refusal:
+        """Where a request would run now."""
+        if self.prefills is None:
+            return place_aggregated(self.decodes, need, excluded, self.rng)
+        return place(self.prefills, self.decodes, need, excluded, self.rng)
+
+    def usable(self, need: Need, excluded: Collection[str]) -> frozenset[str]:
+        """Decode workers whose room would ever help the request."""
+        return frozenset(
+            worker.worker_id
+            for worker in self.decodes
+            if _is_candidate(worker, excluded) and _ever_fits(worker, need, need.max_total_tokens)
+        )
+
+
 def can_pair(prefill: WorkerView, decode: WorkerView) -> bool:
     """Whether KV of one is KV of the other, and a transfer would find the way."""
     return prefill.fingerprint == decode.fingerprint and decode.kv_endpoint in prefill.peers
 
 
-def _is_candidate(worker: WorkerView, need: Need, excluded: Collection[str]) -> bool:
-    return worker.is_ready and worker.worker_id not in excluded and need.max_total_tokens <= worker.max_model_len
+def _is_candidate(worker: WorkerView, excluded: Collection[str]) -> bool:
+    return worker.is_ready and worker.worker_id not in excluded
+
+
+def _ever_fits(worker: WorkerView, need: Need, num_tokens: int) -> bool:
+    return need.max_total_tokens <= worker.max_model_len and _blocks(worker, num_tokens) <= worker.total_blocks
 
 
 def _blocks(worker: WorkerView, num_tokens: int) -> int:

@@ -5,7 +5,6 @@ its router died.
 """
 
 import asyncio
-from collections.abc import Mapping
 
 from redis.exceptions import RedisError
 
@@ -16,6 +15,7 @@ TTL_S = 15.0
 REFRESH_S = 5.0
 GATHER_S = 0.05  # changes within this leave in one round trip
 RETRY_S = 1.0
+MAX_ENDED = 100_000
 
 
 class RequestKeys:
@@ -24,35 +24,38 @@ class RequestKeys:
     def __init__(self, registry: Registry, clock: Clock = monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._live: dict[str, str] = {}  # request id -> owner
-        self._placed: dict[str, Mapping[str, str]] = {}
-        self._ended: dict[str, str] = {}
+        self._live: dict[str, dict[str, str]] = {}  # request id -> what its key says
+        self._changed: set[str] = set()  # live ones whose key does not say so yet
+        self._ended: dict[str, str] = {}  # request id -> owner, until the key is gone
         self._has_changes = asyncio.Event()
 
     async def claim(self, request_id: str, owner: str) -> bool:
         """Take an id for the cluster; False when another router has it in flight. `end` must follow in any case."""
         # An earlier request of this router may have ended under the same id without its key being gone yet.
-        if request_id in self._ended:
-            await self._flush({}, [])
+        if request_id in self._ended and not self._registry.is_resting:
+            await self._flush(set())
         is_free = await self._registry.claim_request(request_id, owner, TTL_S)
         if is_free:
-            self._live[request_id] = owner
+            self._live[request_id] = {"owner": owner, "phase": "queued"}
         return is_free
 
-    def placed(self, request_id: str, fields: Mapping[str, str]) -> None:
+    def placed(self, request_id: str, prefill: str, decode: str) -> None:
         """Say which workers hold it, soon."""
-        self._placed[request_id] = fields
-        self._has_changes.set()
+        if request_id in self._live:
+            self._live[request_id] |= {"prefill": prefill, "decode": decode, "phase": "running"}
+            self._changed.add(request_id)
+            self._has_changes.set()
 
     def end(self, request_id: str, owner: str) -> None:
         """Remove the key, soon, if it is the owner's."""
         self._live.pop(request_id, None)
-        self._placed.pop(request_id, None)
-        self._ended[request_id] = owner
+        self._changed.discard(request_id)
+        if len(self._ended) < MAX_ENDED:  # beyond, Redis is away for long: keys expire by themselves
+            self._ended[request_id] = owner
         self._has_changes.set()
 
     async def run(self) -> None:
-        """Write changes and refresh until cancelled."""
+        """Write changes, and everything again from time to time, until cancelled."""
         refreshed_at = self._clock()
         while True:
             try:
@@ -63,28 +66,27 @@ class RequestKeys:
             await asyncio.sleep(GATHER_S)
             self._has_changes.clear()
             is_due = self._clock() - refreshed_at >= REFRESH_S
-            placed, self._placed = self._placed, {}
-            if await self._flush(placed, list(self._live) if is_due else []):
-                refreshed_at = self._clock() if is_due else refreshed_at
-            else:
+            if not await self._flush(set(self._live) if is_due else self._changed):
                 self._has_changes.set()
                 await asyncio.sleep(RETRY_S)
+            elif is_due:
+                refreshed_at = self._clock()
 
     async def flush(self) -> None:
         """Write what is left; called once at the end."""
-        await self._flush({}, [])
+        await self._flush(self._changed)
 
-    async def _flush(self, placed: Mapping[str, Mapping[str, str]], refreshed: list[str]) -> bool:
+    async def _flush(self, request_ids: set[str]) -> bool:
+        live = {request_id: dict(self._live[request_id]) for request_id in request_ids}
         ended = dict(self._ended)
-        if not (placed or refreshed or ended):
+        if not (live or ended):
             return True
         try:
-            await self._registry.write_requests(placed, refreshed, ended, TTL_S)
+            await self._registry.write_requests(live, ended, TTL_S)
         except (RedisError, OSError) as error:
             self._registry.note_failure("writing request keys", error)
-            if len(self._ended) > 100_000:
-                self._ended.clear()  # they expire by themselves
             return False
+        self._changed -= {request_id for request_id, fields in live.items() if self._live.get(request_id) == fields}
         for request_id, owner in ended.items():
             if self._ended.get(request_id) == owner:
                 del self._ended[request_id]

@@ -8,12 +8,13 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
 from core.errors import (
+    CapacityError,
     DeadlineError,
     DuplicateRequestError,
     InternalError,
@@ -32,7 +33,7 @@ from services.router.api import Chunk, Done, GenerateCall, ModelCard
 from services.router.fleet import Fleet, RemoteWorker
 from services.router.intake import Intake, ServedModel
 from services.router.metrics import WORKER_STATES, RouterMetrics
-from services.router.placement import Need, Placement, Refusal, place, place_aggregated
+from services.router.placement import Need, Placement, Refusal, Snapshot
 from services.router.request_keys import RequestKeys
 from services.router.tokenizer import require_encodable
 from services.router.waiting_room import WaitingRoom
@@ -76,9 +77,10 @@ class Router:
         self._counter = itertools.count()
         self._answers: dict[str, Answer] = {}  # by sequence id
         self._requests: dict[str, Answer | None] = {}  # by request id; None while preparing
+        self._aborted_early: set[str] = set()  # while preparing
         self._emptied = asyncio.Event()
         self._keys = RequestKeys(registry, clock)
-        self._room = WaitingRoom(self._choose, limits.max_queued, metrics.decision.observe, clock)
+        self._room = WaitingRoom(self._snapshot, limits.max_queued, limits.max_queue_s, metrics.decision.observe, clock)
         self.fleet = Fleet(
             registry=registry,
             router_id=router_id,
@@ -121,7 +123,7 @@ class Router:
             raise
         except Exception as error:
             logger.exception("serving a request failed")
-            hidden = rpc.hides_bug(error)
+            hidden = rpc.hidden_bug(error)
             status = status_of(hidden).grpc
             raise hidden from error
         finally:
@@ -137,6 +139,7 @@ class Router:
     async def detokenize(self, model: str, token_ids: tuple[int, ...]) -> str:
         """The text of token ids, special tokens kept."""
         self.intake.require_model(model)
+        self.intake.require_length("token_ids", len(token_ids))
         self.intake.require_ids("token_ids", token_ids)
         return self.model.tokenizer.decode(token_ids)
 
@@ -148,30 +151,25 @@ class Router:
         """How one token reads alone."""
         return self.model.tokenizer.token_text(token_id)
 
-    def is_ready(self) -> bool:
-        """Whether a request sent now would find workers."""
-        return not self.why_unready()
-
     def why_unready(self) -> str:
         """Empty when ready, else the reason."""
         if self.is_draining:
             return "draining"
         smallest = Need(1, 2)
-        if self._choose(smallest, frozenset()) is Refusal.NO_WORKERS:
+        if self._snapshot().choose(smallest, frozenset()) is Refusal.NO_WORKERS:
             return "no live workers that can serve together"
         return ""
 
     def abort(self, request_id: str) -> bool:
         """End a request of this router as its client would; whether it was there."""
-        answer = self._requests.get(request_id)
-        if answer is not None:
+        if request_id not in self._requests:
+            return False
+        answer = self._requests[request_id]
+        if answer is None:
+            self._aborted_early.add(request_id)
+        else:
             answer.cancel()
-        return answer is not None
-
-    def loads(self) -> Mapping[str, Mapping[str, float]]:
-        """What each worker last reported."""
-        names = ("running", "waiting", "waiting_tokens", "free_blocks", "total_blocks")
-        return {worker.worker_id: {name: getattr(worker.load, name) for name in names} for worker in self.fleet}
+        return True
 
     @property
     def num_queued(self) -> int:
@@ -200,20 +198,25 @@ class Router:
         if request_id in self._requests:
             raise DuplicateRequestError(f"request_id: {request_id} is in flight")
         timeout_s = min(call.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s)
+        if len(self._requests) >= self._limits.max_requests:
+            raise CapacityError(f"{len(self._requests)} requests are open, max_requests={self._limits.max_requests}")
         owner = f"{self._router_id}-{next(self._counter)}"
         self._requests[request_id] = None
         timer: asyncio.TimerHandle | None = None
+        late = DeadlineError(f"the answer was not complete within {timeout_s:.1f} s")
         try:
-            prompt = await self.intake.prompt_ids(call)
-            sampling = self.intake.resolve(call.sampling, len(prompt), self._largest_pool_tokens())
-            detokenizer = self.model.tokenizer.detokenizer(skip_special=sampling.skip_special_tokens)
-            answer = Answer(prompt, sampling, detokenizer, marks, self._clock)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._prepare(call, marks)
+                    # A client's own id may be in flight at another router; one of ours cannot be.
+                    if not await self._keys.claim(request_id, owner):
+                        raise DuplicateRequestError(f"request_id: {request_id} is in flight at another router")
+            except TimeoutError:
+                raise late from None
             self._requests[request_id] = answer
-            # A client's own id may be in flight at another router; one of ours cannot be.
-            if not await self._keys.claim(request_id, owner):
-                raise DuplicateRequestError(f"request_id: {request_id} is in flight at another router")
+            if request_id in self._aborted_early:
+                answer.cancel()
             answer.deadline = marks.arrived + timeout_s
-            late = DeadlineError(f"the answer was not complete within {timeout_s:.1f} s")
             timer = asyncio.get_running_loop().call_later(answer.deadline - self._clock(), answer.fail, late)
             async with aclosing(self._attempts(answer, request_id, owner)) as events:
                 async for event in events:
@@ -222,9 +225,17 @@ class Router:
             if timer is not None:
                 timer.cancel()
             self._keys.end(request_id, owner)
+            self._aborted_early.discard(request_id)
             del self._requests[request_id]
             if not self._requests:
                 self._emptied.set()
+
+    async def _prepare(self, call: GenerateCall, marks: Marks) -> Answer:
+        """Tokenise, fill defaults, check. Raises InvalidRequestError."""
+        prompt = await self.intake.prompt_ids(call)
+        sampling = self.intake.resolve(call.sampling, len(prompt), self._largest_pool_tokens())
+        detokenizer = self.model.tokenizer.detokenizer(skip_special=sampling.skip_special_tokens)
+        return Answer(prompt, sampling, detokenizer, marks, self._clock)
 
     async def _attempts(self, answer: Answer, request_id: str, owner: str) -> AsyncGenerator[Chunk | Done, None]:
         """Run the answer at one pair of workers after another until it is done, going on after the tokens there are."""
@@ -238,7 +249,7 @@ class Router:
                     if not answer.has_ended:  # aborted while its id was claimed
                         await self._place(answer, sequence_id, frozenset(excluded))
                         await self._dispatch(answer, sequence_id)
-                        self._keys.placed(request_id, self._key_fields(answer, owner))
+                        self._note_placed(answer, request_id)
                 async with aclosing(answer.events()) as events:
                     async for event in events:
                         yield event
@@ -274,7 +285,9 @@ class Router:
 
         assert answer.sampling.max_tokens is not None, "resolved"
         need = Need(len(answer.prompt) + len(answer.token_ids), len(answer.prompt) + answer.sampling.max_tokens)
-        await self._room.place(need, excluded, self._limits.max_queue_s, take)
+        came_back_since = answer.queued_since
+        answer.queued_since = self._clock() if came_back_since is None else came_back_since
+        await self._room.place(need, excluded, take, came_back_since)
         answer.marks.note_placed(self._clock(), self._room.last_decision_s)
 
     async def _dispatch(self, answer: Answer, sequence_id: str) -> None:
@@ -303,9 +316,13 @@ class Router:
 
     def _let_go(self, sequence_id: str) -> None:
         """End an attempt everywhere: at workers that may still hold the sequence, and in every account here."""
-        self._answers.pop(sequence_id, None)
+        answer = self._answers.pop(sequence_id, None)
+        placed: set[str | None] = set()
+        if answer is not None and answer.error is not None and answer.placement is not None:
+            # A worker whose stream broke has no account here, but the call that hands the sequence over may be on its way.
+            placed = {answer.placement.prefill, answer.placement.decode}
         for worker in self.fleet:
-            if worker.inflight.pop(sequence_id, None) is not None:
+            if worker.inflight.pop(sequence_id, None) is not None or worker.worker_id in placed:
                 worker.abort(sequence_id)
         self._room.look()
 
@@ -326,7 +343,12 @@ class Router:
             logger.exception("delivering an update failed")
             answer.fail(InternalError("delivering the answer failed; the router's log has the details"))
         is_after_transfer = is_decode and len(answer.token_ids) > update.first_index  # prefill's token is there too
-        if is_after_transfer and answer.placement is not None and answer.placement.prefill is not None:
+        if (
+            is_after_transfer
+            and update.token_ids
+            and answer.placement is not None
+            and answer.placement.prefill is not None
+        ):
             # What happens to prefill now does not concern this answer.
             self.fleet.forget(answer.placement.prefill, update.sequence_id)
 
@@ -336,22 +358,21 @@ class Router:
             if answer is not None:
                 answer.fail(UnavailableError(f"worker {worker.worker_id} was lost"), may_retry=True)
 
-    def _choose(self, need: Need, excluded: frozenset[str]) -> Placement | Refusal:
-        decodes = self.fleet.views("decode")
-        if self._limits.mode == "aggregated":
-            return place_aggregated(decodes, need, excluded, self._rng)
-        return place(self.fleet.views("prefill"), decodes, need, excluded, self._rng)
+    def _snapshot(self) -> Snapshot:
+        is_whole = self._limits.mode == "aggregated"
+        prefills = None if is_whole else self.fleet.views("prefill")
+        return Snapshot(prefills=prefills, decodes=self.fleet.views("decode"), rng=self._rng)
 
     def _largest_pool_tokens(self) -> int:
-        """Tokens that the largest decode pool holds; the model's context while no worker is known."""
-        pools = [view.total_blocks * view.fingerprint.block_tokens for view in self.fleet.views("decode")]
+        """The longest sequence a decode worker takes; the model's context while no worker is known."""
+        views = self.fleet.views("decode")
+        pools = [min(view.total_blocks * view.fingerprint.block_tokens, view.max_model_len) for view in views]
         return max(pools, default=self.model.card.max_model_len)
 
-    def _key_fields(self, answer: Answer, owner: str) -> dict[str, str]:
+    def _note_placed(self, answer: Answer, request_id: str) -> None:
         placement = answer.placement
         assert placement is not None, "placed"
-        # The owner too: the key may be new, when Redis lost the one that was claimed or was away then.
-        return {"owner": owner, "prefill": placement.prefill or "", "decode": placement.decode, "phase": "running"}
+        self._keys.placed(request_id, placement.prefill or "", placement.decode)
 
     def _note_retry(self, answer: Answer, failure: ServingError) -> None:
         self._metrics.retries.inc()

@@ -5,19 +5,29 @@ when something changed (a report, a release, a new waiter), never by polling.
 """
 
 import asyncio
+import bisect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from core.clock import Clock, monotonic
 from core.errors import CapacityError, InvalidRequestError, UnavailableError
 from services.router.placement import Need, Placement, Refusal
 
-# While the oldest waiter has waited less than this, smaller ones behind it may pass; after that nobody does, so that a big
-# request gets its room as running ones end.
+# While the oldest waiter has waited less than this, smaller ones behind it may pass; after that nobody takes room it could
+# use, so that a big request gets its room as running ones end.
 PATIENCE_S = 2.0
 
-Choose = Callable[[Need, frozenset[str]], Placement | Refusal]
+
+class Choices(Protocol):
+    """The workers at one moment; see `placement.Snapshot`."""
+
+    def choose(self, need: Need, excluded: frozenset[str]) -> Placement | Refusal:
+        """Where a request would run now."""
+
+    def usable(self, need: Need, excluded: frozenset[str]) -> frozenset[str]:
+        """Decode workers whose room would ever help the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,20 +43,27 @@ class WaitingRoom:
     """The router's queue. Lives on one event loop.
 
     Args:
-        choose: where a request may run now.
+        snapshot: the workers now.
         max_queued: waiters at most.
-        clock: for patience and the age of the oldest.
+        max_queue_s: longest wait.
         observe_decision: told the seconds each choice took.
+        clock: for patience and the age of the oldest.
     """
 
     def __init__(
-        self, choose: Choose, max_queued: int, observe_decision: Callable[[float], None], clock: Clock = monotonic
+        self,
+        snapshot: Callable[[], Choices],
+        max_queued: int,
+        max_queue_s: float,
+        observe_decision: Callable[[float], None],
+        clock: Clock = monotonic,
     ) -> None:
-        self._choose = choose
+        self._snapshot = snapshot
         self._max_queued = max_queued
+        self._max_queue_s = max_queue_s
         self._observe_decision = observe_decision
         self._clock = clock
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[_Waiter] = []  # oldest first
         self.last_decision_s = 0.0
 
     def __len__(self) -> int:
@@ -63,28 +80,43 @@ class WaitingRoom:
         return self._clock() - self._waiters[0].since if self._waiters else 0.0
 
     async def place(
-        self, need: Need, excluded: frozenset[str], timeout_s: float, on_placed: Callable[[Placement], None]
+        self,
+        need: Need,
+        excluded: frozenset[str],
+        on_placed: Callable[[Placement], None],
+        came_back_since: float | None = None,
     ) -> None:
-        """Wait for room. `on_placed` is called in the same turn as the choice, to count what it takes before the next one.
+        """Wait for room.
 
+        Args:
+            need: of the request.
+            excluded: worker ids that failed it already.
+            on_placed: called in the same turn as the choice, to count what it takes before the next one.
+            came_back_since: for a request that was placed before and lost its place: when it first came. It waits where
+                it would be in the line had it never left, and is not refused for a full room.
         Raises:
-            CapacityError: the room is full, or no room came within `timeout_s`.
+            CapacityError: the room is full, or no room came in time.
             InvalidRequestError: it would never fit.
             UnavailableError: there is no live worker for it.
         """
-        if len(self._waiters) >= self._max_queued:
+        if came_back_since is None and len(self._waiters) >= self._max_queued:
             raise CapacityError(
                 f"{len(self._waiters)} requests are waiting, max_queued={self._max_queued}", self._retry_ms()
             )
-        waiter = _Waiter(need, excluded, self._clock(), on_placed, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        try:
+        since = self._clock() if came_back_since is None else came_back_since
+        waiter = _Waiter(need, excluded, since, on_placed, asyncio.get_running_loop().create_future())
+        bisect.insort(self._waiters, waiter, key=lambda other: other.since)
+        if waiter is self._waiters[-1]:
+            self._look([waiter])  # those before it were looked at when something last changed
+        else:
             self.look()
-            async with asyncio.timeout(timeout_s):
+        try:
+            async with asyncio.timeout(self._max_queue_s):
                 await waiter.future
         except TimeoutError:
             raise CapacityError(
-                f"no worker had room for {need.max_total_tokens} tokens within {timeout_s:.1f} s", self._retry_ms()
+                f"no worker had room for {need.max_total_tokens} tokens within {self._max_queue_s:.1f} s",
+                self._retry_ms(),
             ) from None
         finally:
             if waiter in self._waiters:
@@ -93,29 +125,56 @@ class WaitingRoom:
 
     def look(self) -> None:
         """Place whoever can be placed. Never blocks."""
-        for waiter in list(self._waiters):
+        self._look(list(self._waiters))
+
+    def _look(self, waiters: list[_Waiter]) -> None:
+        if not waiters:
+            return
+        choices = self._snapshot()
+        refused: list[_Waiter] = []  # what is at least as big as one of these does not fit either
+        kept_free = self._kept_free(choices)
+        for waiter in waiters:
+            if any(_is_smaller(other, waiter) for other in refused):
+                continue
             started = time.perf_counter()
-            choice = self._choose(waiter.need, waiter.excluded)
+            is_first = waiter is self._waiters[0]
+            choice = choices.choose(waiter.need, waiter.excluded if is_first else waiter.excluded | kept_free)
+            if not isinstance(choice, Placement) and not is_first and kept_free:
+                choice = Refusal.FULL if choices.usable(waiter.need, waiter.excluded) else choice
             self.last_decision_s = time.perf_counter() - started
             self._observe_decision(self.last_decision_s)
             if choice is Refusal.FULL:
-                if self._clock() - waiter.since >= PATIENCE_S:
-                    return
+                refused.append(waiter)
                 continue
             self._waiters.remove(waiter)
             if waiter.future.done():
                 continue  # cancelled in this very turn
-            if isinstance(choice, Placement):
-                waiter.on_placed(choice)
-                waiter.future.set_result(None)
-            elif choice is Refusal.NEVER_FITS:
-                waiter.future.set_exception(
-                    InvalidRequestError(
-                        "max_tokens", f"prompt and answer of {waiter.need.max_total_tokens} tokens are {choice.value}"
-                    )
-                )
-            else:
-                waiter.future.set_exception(UnavailableError(f"{choice.value} this request"))
+            self._settle(waiter, choice)
+            choices = self._snapshot()
+            kept_free = self._kept_free(choices)
+
+    def _kept_free(self, choices: Choices) -> frozenset[str]:
+        """Workers whose room belongs to the first in line once its patience is over."""
+        if self.oldest_s < PATIENCE_S:
+            return frozenset()
+        first = self._waiters[0]
+        return choices.usable(first.need, first.excluded)
+
+    def _settle(self, waiter: _Waiter, choice: Placement | Refusal) -> None:
+        if isinstance(choice, Placement):
+            waiter.on_placed(choice)
+            waiter.future.set_result(None)
+        elif choice is Refusal.NEVER_FITS:
+            text = f"prompt and answer of {waiter.need.max_total_tokens} tokens are {choice.value}"
+            waiter.future.set_exception(InvalidRequestError("max_tokens", text))
+        else:
+            waiter.future.set_exception(UnavailableError(f"{choice.value} this request"))
 
     def _retry_ms(self) -> int:
         return int(min(max(self.oldest_s, 0.5), 30.0) * 1000)
+
+
+def _is_smaller(waiter: _Waiter, other: _Waiter) -> bool:
+    one, two = waiter.need, other.need
+    fits_in = one.num_prompt_tokens <= two.num_prompt_tokens and one.max_total_tokens <= two.max_total_tokens
+    return fits_in and waiter.excluded <= other.excluded

@@ -62,6 +62,6 @@ def test_a_refusal_keeps_its_advice_when_to_come_again() -> None:
 
 
 def test_a_bug_s_text_is_never_shown() -> None:
-    error = rpc.hides_bug(KeyError("the user's secret prompt"))
+    error = rpc.hidden_bug(KeyError("the user's secret prompt"))
     assert "KeyError" in str(error)
     assert "secret" not in str(error)

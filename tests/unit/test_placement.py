@@ -72,12 +72,16 @@ needs = st.builds(lambda prompt, answer: Need(prompt, prompt + answer), st.integ
 exclusions = st.sets(st.sampled_from(["p0", "p1", "p2", "d0", "d1", "d2"]))
 
 
-def serves(view: WorkerView, need: Need, excluded: set[str]) -> bool:
-    return view.is_ready and view.worker_id not in excluded and need.max_total_tokens <= view.max_model_len
+def serves(view: WorkerView, excluded: set[str]) -> bool:
+    return view.is_ready and view.worker_id not in excluded
 
 
 def blocks(view: WorkerView, num_tokens: int) -> int:
     return -(-num_tokens // view.fingerprint.block_tokens)
+
+
+def could_fit(view: WorkerView, need: Need, num_tokens: int) -> bool:
+    return need.max_total_tokens <= view.max_model_len and blocks(view, num_tokens) <= view.total_blocks
 
 
 def fits_now(view: WorkerView, num_tokens: int) -> bool:
@@ -90,15 +94,12 @@ def test_the_choice_is_alive_paired_roomy_and_least_loaded_and_a_refusal_says_wh
 ) -> None:
     choice = place(prefills, decodes, need, excluded, random.Random(seed))
     pairs = [
-        (p, d)
-        for p in prefills
-        for d in decodes
-        if serves(p, need, excluded) and serves(d, need, excluded) and can_pair(p, d)
+        (p, d) for p in prefills for d in decodes if serves(p, excluded) and serves(d, excluded) and can_pair(p, d)
     ]
     possible = [
         (p, d)
         for p, d in pairs
-        if blocks(p, need.num_prompt_tokens) <= p.total_blocks and blocks(d, need.max_total_tokens) <= d.total_blocks
+        if could_fit(p, need, need.num_prompt_tokens) and could_fit(d, need, need.max_total_tokens)
     ]
     now = [(p, d) for p, d in possible if fits_now(p, need.num_prompt_tokens) and fits_now(d, need.max_total_tokens)]
     if not pairs:
@@ -125,8 +126,8 @@ def test_aggregated_placement_obeys_the_same_rules(
     workers: list[WorkerView], need: Need, excluded: set[str], seed: int
 ) -> None:
     choice = place_aggregated(workers, need, excluded, random.Random(seed))
-    alive = [worker for worker in workers if serves(worker, need, excluded)]
-    possible = [worker for worker in alive if blocks(worker, need.max_total_tokens) <= worker.total_blocks]
+    alive = [worker for worker in workers if serves(worker, excluded)]
+    possible = [worker for worker in alive if could_fit(worker, need, need.max_total_tokens)]
     now = {worker.worker_id: worker for worker in possible if fits_now(worker, need.max_total_tokens)}
     if now:
         assert isinstance(choice, Placement)
@@ -172,7 +173,7 @@ def test_ties_spread_over_all_equal_pairs() -> None:
         ([prefill()], [decode(is_ready=False)], Refusal.NO_WORKERS),
         ([prefill(peers=frozenset())], [decode()], Refusal.NO_WORKERS),  # no handshake yet
         ([prefill()], [decode(fingerprint=OTHER_KV)], Refusal.NO_WORKERS),
-        ([prefill()], [decode(max_model_len=99)], Refusal.NO_WORKERS),
+        ([prefill()], [decode(max_model_len=99)], Refusal.NEVER_FITS),
         ([prefill()], [decode(total_blocks=6, free_blocks=6)], Refusal.NEVER_FITS),
         ([prefill(total_blocks=2, free_blocks=2)], [decode()], Refusal.NEVER_FITS),
         ([prefill()], [decode(free_blocks=6)], Refusal.FULL),

@@ -11,6 +11,7 @@ from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
 from core.clock import ManualClock
+from core.errors import ConfigError
 from core.layout import Fingerprint
 from services.common import registry as registry_module
 from services.common.registry import Capacity, Registry, WorkerRecord
@@ -152,9 +153,9 @@ async def test_a_request_id_has_one_owner_at_a_time(registry: Registry, client: 
     claims = await asyncio.gather(*(registry.claim_request("a", f"owner{n}", TTL_S) for n in range(20)))
     assert claims.count(True) == 1
     owner = await client.hget(f"{PREFIX}request:a", "owner")
-    await registry.write_requests({}, [], {"a": "somebody else"}, TTL_S)
+    await registry.write_requests({}, {"a": "somebody else"}, TTL_S)
     assert not await registry.claim_request("a", "owner x", TTL_S), "only its owner gives it back"
-    await registry.write_requests({}, [], {"a": owner}, TTL_S)
+    await registry.write_requests({}, {"a": owner}, TTL_S)
     assert await keys(client) == set()
     assert await registry.claim_request("a", "owner x", TTL_S)
 
@@ -162,7 +163,7 @@ async def test_a_request_id_has_one_owner_at_a_time(registry: Registry, client: 
 async def test_a_claim_expires_unless_it_is_refreshed(registry: Registry, client: "aioredis.Redis") -> None:
     assert await registry.claim_request("left", "dead router", 0.05)
     assert await registry.claim_request("kept", "router", 0.05)
-    await registry.write_requests({}, ["kept"], {}, TTL_S)
+    await registry.write_requests({"kept": {"owner": "router"}}, {}, TTL_S)
 
     async def is_gone() -> bool:
         return await keys(client) == {f"{PREFIX}request:kept"}
@@ -173,13 +174,21 @@ async def test_a_claim_expires_unless_it_is_refreshed(registry: Registry, client
 
 async def test_a_key_says_where_its_request_runs(registry: Registry, client: "aioredis.Redis") -> None:
     assert await registry.claim_request("a", "owner", TTL_S)
-    await registry.write_requests({"a": {"prefill": "p", "decode": "d", "phase": "running"}}, [], {}, TTL_S)
-    assert await client.hgetall(f"{PREFIX}request:a") == {
-        "owner": "owner",
-        "prefill": "p",
-        "decode": "d",
-        "phase": "running",
-    }
+    fields = {"owner": "owner", "prefill": "p", "decode": "d", "phase": "running"}
+    await registry.write_requests({"a": fields}, {}, TTL_S)
+    assert await client.hgetall(f"{PREFIX}request:a") == fields
+    await registry.write_requests({"a": {"owner": "another", "phase": "running"}}, {}, TTL_S)
+    assert await client.hgetall(f"{PREFIX}request:a") == fields, "a key is written by its owner only"
+
+
+async def test_a_claim_sent_again_is_still_ones_own(registry: Registry) -> None:
+    assert await registry.claim_request("a", "owner", TTL_S)
+    assert await registry.claim_request("a", "owner", TTL_S), "the client repeats a command whose reply was lost"
+
+
+def test_a_url_that_cannot_be_one_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="redis_url"):
+        Registry.from_url("redis://host:port/0")
 
 
 async def test_an_outage_costs_one_failure_and_then_no_time(
@@ -221,7 +230,7 @@ async def test_a_call_never_swallows_its_cancellation(registry: Registry) -> Non
     """redis-py does, now and then, with Python 3.11: a process whose loop that hits never exits after SIGTERM."""
 
     async def call() -> None:
-        await registry.write_requests({}, [], {"a": "owner"}, TTL_S)
+        await registry.write_requests({}, {"a": "owner"}, TTL_S)
         await asyncio.Event().wait()
 
     for attempt in range(300):
@@ -259,7 +268,7 @@ async def keeper(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 async def test_a_request_s_key_lives_from_claim_to_end(keeper: Keeper, client: "aioredis.Redis") -> None:
     assert await keeper.keys.claim("a", "router-0")
     assert not await keeper.keys.claim("a", "router-1")
-    keeper.keys.placed("a", {"prefill": "p", "decode": "d"})
+    keeper.keys.placed("a", "p", "d")
 
     async def is_placed() -> bool:
         return await client.hget(f"{PREFIX}request:a", "decode") == "d"

@@ -23,25 +23,33 @@ class Workers:
         self.total = self.free = total
         self.are_alive = True
 
-    def choose(self, need: Need, _excluded: frozenset[str]) -> Placement | Refusal:
-        if not self.are_alive:
+    def choose(self, need: Need, excluded: frozenset[str]) -> Placement | Refusal:
+        if not self.are_alive or HERE.decode in excluded:
             return Refusal.NO_WORKERS
         if need.max_total_tokens > self.total:
             return Refusal.NEVER_FITS
         return HERE if need.max_total_tokens <= self.free else Refusal.FULL
 
+    def usable(self, need: Need, excluded: frozenset[str]) -> frozenset[str]:
+        fits = self.are_alive and need.max_total_tokens <= self.total
+        return frozenset({HERE.decode}) - excluded if fits else frozenset()
+
+    def usable(self, need: Need, excluded: frozenset[str]) -> frozenset[str]:
+        is_usable = self.are_alive and need.max_total_tokens <= self.total
+        return frozenset({HERE.decode}) - excluded if is_usable else frozenset()
+
 
 class Queue:
     """A waiting room, its workers, and who was placed in which order."""
 
-    def __init__(self, total: int, max_queued: int = 100) -> None:
+    def __init__(self, total: int, max_queued: int = 100, max_queue_s: float = 60.0) -> None:
         self.workers = Workers(total)
         self.clock = ManualClock()
         self.decisions: list[float] = []
-        self.room = WaitingRoom(self.workers.choose, max_queued, self.decisions.append, self.clock)
+        self.room = WaitingRoom(lambda: self.workers, max_queued, max_queue_s, self.decisions.append, self.clock)
         self.placed: list[str] = []
 
-    def ask(self, name: str, size: int, timeout_s: float = 60.0) -> asyncio.Task[None]:
+    def ask(self, name: str, size: int, came_back_since: float | None = None) -> asyncio.Task[None]:
         need = Need(num_prompt_tokens=1, max_total_tokens=size)
 
         def take(placement: Placement) -> None:
@@ -50,7 +58,7 @@ class Queue:
             assert self.workers.free >= 0, "placed without room"
             self.placed.append(name)
 
-        return asyncio.create_task(self.room.place(need, frozenset(), timeout_s, take), name=name)
+        return asyncio.create_task(self.room.place(need, frozenset(), take, came_back_since), name=name)
 
     def give_back(self, size: int) -> None:
         self.workers.free += size
@@ -131,6 +139,21 @@ async def test_a_full_room_refuses_at_once_and_says_when_to_come_again() -> None
     await asyncio.gather(*waiting)
 
 
+async def test_one_that_lost_its_place_waits_where_it_would_be_and_is_never_refused_for_a_full_room() -> None:
+    queue = Queue(total=1, max_queued=2)
+    await queue.ask("holder", 1)
+    queue.clock.advance(1.0)
+    waiting = [queue.ask("second", 1)]
+    await settle()
+    queue.clock.advance(1.0)
+    waiting += [queue.ask("third", 1), queue.ask("back", 1, came_back_since=0.5)]
+    await settle()
+    for _ in range(3):
+        queue.give_back(1)
+    assert queue.placed == ["holder", "back", "second", "third"]
+    await asyncio.gather(*waiting)
+
+
 async def test_what_never_fits_is_refused_at_once_even_behind_others() -> None:
     queue = Queue(total=4)
     await queue.ask("holder", 4)
@@ -154,10 +177,10 @@ async def test_without_live_workers_everyone_is_refused() -> None:
 
 
 async def test_no_room_in_time_is_a_refusal_that_holds_nothing() -> None:
-    queue = Queue(total=1)
+    queue = Queue(total=1, max_queue_s=0.01)
     await queue.ask("holder", 1)
     with pytest.raises(CapacityError, match="no worker had room for 1 tokens within"):
-        await queue.ask("late", 1, timeout_s=0.01)
+        await queue.ask("late", 1)
     assert len(queue.room) == 0
     queue.give_back(1)
     assert queue.placed == ["holder"]
@@ -216,3 +239,44 @@ def test_every_waiter_is_placed_once_whatever_the_sizes(sizes: list[int], total:
         await eventually(lambda: len(queue.room) == 0)
 
     asyncio.run(run())
+
+
+async def test_one_that_lost_its_place_waits_where_it_would_have_been() -> None:
+    queue = Queue(total=4, max_queued=2)
+    await queue.ask("holder", 4)
+    first = queue.ask("first", 4)
+    await settle()
+    queue.clock.advance(1.0)
+    second = queue.ask("second", 4)
+    await settle()
+    back = queue.ask("back", 4, came_back_since=0.5)  # the room is full, but it was in it
+    await settle()
+    for _ in range(3):
+        queue.give_back(4)
+    await asyncio.gather(first, back, second)
+    assert queue.placed == ["holder", "first", "back", "second"]
+
+
+async def test_an_impatient_head_holds_up_only_the_workers_it_could_use() -> None:
+    class Two:
+        """Worker a is full for all, worker b free."""
+
+        def choose(self, _need: Need, excluded: frozenset[str]) -> Placement | Refusal:
+            if "b" not in excluded:
+                return Placement(decode="b")
+            return Refusal.NO_WORKERS if "a" in excluded else Refusal.FULL
+
+        def usable(self, _need: Need, excluded: frozenset[str]) -> frozenset[str]:
+            return frozenset({"a", "b"}) - excluded
+
+    clock = ManualClock()
+    room = WaitingRoom(Two, 10, 60.0, lambda _seconds: None, clock)
+    placed: list[Placement] = []
+    head = asyncio.create_task(room.place(Need(1, 2), frozenset({"b"}), placed.append))  # b failed it
+    await settle()
+    clock.advance(PATIENCE_S)
+    await room.place(Need(1, 2), frozenset(), placed.append)
+    assert placed == [Placement(decode="b")]
+    head.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await head
