@@ -165,6 +165,10 @@ class EngineLoop:
                     sequence_id=sequence.spec.sequence_id, num_computed_tokens=sequence.num_computed_tokens
                 )
                 continue
+            if sampled.error:
+                del self._live[sequence.spec.sequence_id]
+                yield _ended(sequence, "error", sampled.error)
+                continue
             sequence.token_ids.append(sampled.token_id)
             finish = finish_reason(sequence)
             has_ended = finish.reason is not None or sequence.spec.prefill_only

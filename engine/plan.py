@@ -30,10 +30,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled token, with its logprobs if the sequence asked for them."""
+    """One sampled token, with its logprobs if the sequence asked for them; or why there is none."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""  # ends this sequence alone; `token_id` means nothing then
 
 
 class Runner(Protocol):

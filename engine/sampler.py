@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from core.errors import InternalError
 from core.sampling import SamplingParams, uniform_draw
 from core.sequence import TokenLogprobs
 from engine.plan import Sampled
@@ -20,18 +19,16 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
         logits: [n, vocab] float32; not changed.
         sequences: n of them; row i belongs to sequence i.
     Returns:
-        One Sampled each, with log-probabilities where the sequence asked for them.
-    Raises:
-        InternalError: a row is not a distribution (NaN, or nothing left to choose); names the sequences.
+        One Sampled each, with log-probabilities where the sequence asked for them; with an error for a row that is no
+        distribution (NaN, or nothing left to choose), which concerns that row alone.
     """
     # A NaN or +inf anywhere makes the row's maximum NaN or +inf; all -inf makes it -inf.
-    broken = (~logits.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
-    if broken:
-        names = ", ".join(sequences[row].spec.sequence_id for row in broken)
-        raise InternalError(f"the model computed no usable logits for {names}")
+    is_usable: list[bool] = logits.amax(dim=-1).isfinite().tolist()
     best: list[int] = logits.argmax(dim=-1).tolist()  # the lowest id among equals
+    rows = zip(logits, sequences, best, is_usable, strict=True)
     return [
-        _sample_row(row, sequence, best[i]) for i, (row, sequence) in enumerate(zip(logits, sequences, strict=True))
+        _sample_row(row, sequence, token) if usable else Sampled(-1, error="the model computed no usable logits")
+        for row, sequence, token, usable in rows
     ]
 
 
@@ -41,6 +38,8 @@ def _sample_row(logits: Tensor, sequence: Sequence, best: int) -> Sampled:
     if position < params.min_tokens:
         allowed = _without_stops(logits, sequence)
         best = int(allowed.argmax())
+        if allowed[best] == -math.inf:
+            return Sampled(-1, error="min_tokens leaves no token: every one ends the answer")
     if params.is_greedy:
         token = best
     else:
@@ -55,8 +54,6 @@ def _without_stops(logits: Tensor, sequence: Sequence) -> Tensor:
     stops = {*sequence.spec.eos_token_ids, *sequence.spec.sampling.stop_token_ids}
     masked = logits.clone()
     masked[[token for token in stops if 0 <= token < vocab]] = -math.inf
-    if masked.amax() == -math.inf:
-        raise InternalError(f"min_tokens leaves {sequence.spec.sequence_id} no token: every one ends the answer")
     return masked
 
 

@@ -11,7 +11,7 @@ from core.errors import InternalError
 from core.sampling import SamplingParams
 from core.sequence import Engine, SequenceSpec, StepResult
 from engine.loop import EngineLoop
-from engine.plan import StepPlan
+from engine.plan import Sampled, StepPlan
 from engine.scheduler import StepLimits, plan_step
 from engine.scripted import ScriptedEngine, StepGate, scripted_engine
 from engine.sequence import Sequence
@@ -360,3 +360,28 @@ def test_a_crash_of_the_loop_ends_every_sequence_and_shows_as_stalled_for_ever(
     assert loop.stalled_s() == math.inf
     loop.stop()
     assert "engine loop crashed" in caplog.text
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: ScriptedEngine) -> None:
+    class BreaksOneRow:
+        def run(self, plan: StepPlan) -> list[Sampled]:
+            sampling = [chunk for chunk in plan.chunks if chunk.samples]
+            return [
+                Sampled(-1, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
+                for chunk, sampled in zip(sampling, parts.runner.run(plan), strict=True)
+            ]
+
+    loop = EngineLoop(BreaksOneRow(), StepLimits(max_batched_tokens=BUDGET, max_sequences=4))
+    listener = Recorder()
+    parts.runner.gate = StepGate()
+    loop.start(listener)
+    loop.submit(spec(parts, "first", [9], max_tokens=1))
+    parts.runner.gate.wait_until_holding()
+    for name, prompt in (("good", [5, 6]), ("bad", [1, 2])):
+        loop.submit(spec(parts, name, prompt, max_tokens=4))  # the two share their steps
+    parts.runner.gate.open()
+    assert listener.end_of("bad").error == "no usable logits"
+    assert listener.end_of("bad").finish_reason == "error"
+    assert listener.end_of("good").finish_reason == "length"
+    assert listener.tokens("good") == answer([5, 6], 4)
+    loop.stop()

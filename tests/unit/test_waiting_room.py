@@ -31,10 +31,6 @@ class Workers:
         return HERE if need.max_total_tokens <= self.free else Refusal.FULL
 
     def usable(self, need: Need, excluded: frozenset[str]) -> frozenset[str]:
-        fits = self.are_alive and need.max_total_tokens <= self.total
-        return frozenset({HERE.decode}) - excluded if fits else frozenset()
-
-    def usable(self, need: Need, excluded: frozenset[str]) -> frozenset[str]:
         is_usable = self.are_alive and need.max_total_tokens <= self.total
         return frozenset({HERE.decode}) - excluded if is_usable else frozenset()
 
