@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.errors import ConfigError
+from core.errors import ConfigError, ModelError
 from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig, load_model_config
 from core.sampling import SamplingParams
@@ -63,6 +63,9 @@ class TorchRunner:
         """Run a small prompt and one decode, so that the first request meets no first-call cost.
 
         Call it before any sequence exists: it writes into block 0.
+
+        Raises:
+            ModelError: what the model computes is not usable; its weights are damaged or not of this dtype.
         """
         sampling = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
         spec = SequenceSpec(
@@ -75,9 +78,11 @@ class TorchRunner:
         sequence = Sequence(spec)
         while sequence.num_output_tokens < 2 and sequence.num_computed_tokens < self._block_tokens:
             chunk = Chunk(sequence, sequence.num_uncomputed_tokens)
-            sampled = self.run(StepPlan((chunk,)))
+            (sampled,) = self.run(StepPlan((chunk,)))
+            if sampled.error:
+                raise ModelError(f"{sampled.error} for a first prompt: the weights are damaged, or overflow this dtype")
             sequence.num_computed_tokens += chunk.num_tokens
-            sequence.token_ids.append(sampled[0].token_id)
+            sequence.token_ids.append(sampled.token_id)
 
     def _batch(self, chunks: Seq[Chunk]) -> Batch:
         """Flatten chunks, single tokens first, into tensors."""

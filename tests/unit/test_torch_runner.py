@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import ConfigError, InternalError
+from core.errors import ConfigError, ModelError
 from core.layout import KVLayout
 from core.sampling import SamplingParams
 from core.sequence import BlockMemory, SequenceSpec
@@ -127,12 +127,12 @@ def test_kv_moved_as_bytes_into_other_blocks_of_another_cache_goes_on_as_before(
     assert answer(target) == expected
 
 
-def test_a_broken_model_names_the_sequences(tmp_path: Path) -> None:
+def test_a_broken_model_is_refused_at_the_warm_up(tmp_path: Path) -> None:
     weights = tiny_weights()
     weights["model.norm.weight"][0] = float("nan")
     loaded = load(write_tiny_model(tmp_path, weights))
-    with pytest.raises(InternalError, match="no usable logits for s0"):
-        step(loaded, [Chunk(sequences(1)[0], 1)])
+    with pytest.raises(ModelError, match="no usable logits"):
+        loaded.runner.warm_up()
 
 
 def test_warm_up_changes_no_answer(loaded: LoadedModel) -> None:
