@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from services.cli.stack import free_port
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
@@ -210,12 +212,6 @@ def is_ready(http_endpoint: str) -> bool:
     with socket.create_connection((host, int(port)), timeout=10.0) as connection:
         connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: baton\r\nConnection: close\r\n\r\n")
         return b" 200 " in connection.makefile("rb").readline()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def children_of(pid: int) -> list[int]:

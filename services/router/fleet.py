@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 RECONNECT_S = 0.25
+SILENT_TURNS = 6
 ABORT_TIMEOUT_S = 2.0
 # Beyond this many undelivered aborts the worker is not answering; its stream will end and it aborts by itself.
 MAX_PENDING_ABORTS = 10_000
@@ -41,6 +42,7 @@ class RemoteWorker:
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
         self.is_attached = False
+        self.has_spoken = False  # since the silence was last looked at
         self.load = worker_pb2.Load()
         self.inflight: dict[str, _InFlight] = {}
         self._is_full = False  # it refused for lack of room since its last report
@@ -113,6 +115,19 @@ class RemoteWorker:
                 self._aborts = sequence_ids + self._aborts
                 self._has_aborts.set()
                 await asyncio.sleep(RECONNECT_S)
+
+    async def watch_silence(self, silence_s: float) -> None:
+        """Return never; raise TimeoutError when the worker has said nothing for `silence_s`.
+
+        Counted in turns of the event loop, not by the clock: a router that was itself held up reads what came meanwhile
+        before it takes anybody for dead.
+        """
+        num_silent = 0
+        while num_silent < SILENT_TURNS:
+            self.has_spoken = False
+            await asyncio.sleep(silence_s / SILENT_TURNS)
+            num_silent = 0 if self.has_spoken else num_silent + 1
+        raise TimeoutError
 
     def view(self) -> WorkerView:
         """A snapshot for placement."""
@@ -233,12 +248,15 @@ class Fleet:
     async def _attach(self, worker: RemoteWorker) -> None:
         """One stream's life; returns or raises when it ends."""
         async with asyncio.TaskGroup() as group:
-            aborter = group.create_task(worker.send_aborts(), name="aborts")
+            call = worker.stub.Attach(worker_pb2.AttachRequest(router_id=self._router_id))
+            beside = [
+                group.create_task(worker.send_aborts(), name="aborts"),
+                group.create_task(worker.watch_silence(self._silence_s), name="silence"),
+            ]
             try:
-                call = worker.stub.Attach(worker_pb2.AttachRequest(router_id=self._router_id))
                 while True:
-                    async with asyncio.timeout(self._silence_s):
-                        batch = await call.read()
+                    batch = await call.read()
+                    worker.has_spoken = True
                     if (
                         not isinstance(batch, worker_pb2.StepBatch)
                         or batch.load.incarnation != worker.record.incarnation
@@ -252,7 +270,8 @@ class Fleet:
                         self._on_update(worker, update)
                     self._on_change()
             finally:
-                aborter.cancel()
+                for task in beside:
+                    task.cancel()
                 call.cancel()
                 self._detached(worker)
 

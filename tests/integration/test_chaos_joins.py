@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.cli.stack import free_port
 from tests.chaos import Cluster, Node, ask_once, load_on, serves_soon
 from tests.eventually import eventually_async
-from tests.processes import free_port
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(120)]
 

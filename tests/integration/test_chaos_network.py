@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.stack import free_port
 from tests.chaos import Cluster, Node, ask_once, load_on
 from tests.chaos_proxy import ChaosProxy
 from tests.eventually import eventually_async
-from tests.processes import free_port
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(120)]
 

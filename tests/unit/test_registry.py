@@ -13,12 +13,12 @@ from redis.exceptions import RedisError
 from core.clock import ManualClock
 from core.errors import ConfigError
 from core.layout import Fingerprint
+from services.cli.stack import free_port
 from services.common import registry as registry_module
 from services.common.registry import Capacity, Registry, WorkerRecord
 from services.router import request_keys as request_keys_module
 from services.router.request_keys import RequestKeys
 from tests.eventually import eventually, eventually_async
-from tests.processes import free_port
 from tests.valkey import Valkey
 
 TTL_S = 60.0

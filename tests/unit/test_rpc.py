@@ -18,8 +18,8 @@ from core.errors import (
     UnavailableError,
     error_from_status,
 )
+from services.cli.stack import free_port
 from services.common import rpc
-from tests.processes import free_port
 
 
 class Failing(worker_pb2_grpc.WorkerServicer):
