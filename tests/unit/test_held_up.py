@@ -9,6 +9,7 @@ from core.layout import Fingerprint
 from kvtransfer.callbacks import HELD_UP_S, every
 from services.common.registry import Capacity, WorkerRecord
 from services.router.fleet import SILENT_TURNS, RemoteWorker
+from tests.eventually import eventually
 
 RECORD = WorkerRecord(
     worker_id="decode@127.0.0.1:9",
@@ -55,7 +56,6 @@ async def test_a_kv_end_that_was_held_up_reads_before_it_judges() -> None:
     await asyncio.sleep(0)
     time.sleep(HELD_UP_S + 0.1)  # noqa: ASYNC251 (the hold-up)
     asyncio.get_running_loop().call_later(0.001, order.append, "frames")  # what a reader finds once the loop turns
-    while len(order) < 2:
-        await asyncio.sleep(0.001)
+    await eventually(lambda: len(order) >= 2)
     timer.cancel()
     assert order[:2] == ["frames", "deadlines"]
