@@ -128,6 +128,7 @@ class RouterLimits:
     request_timeout_s: float = flag(600.0, "Deadline of a request that brings none, and the longest one it may bring.")
     stall_timeout_s: float = flag(30.0, "A client that does not read for this long is cut off.")
     worker_silence_s: float = flag(3.0, "A worker that sends nothing for this long is lost, and its requests with it.")
+    worker_grace_s: float = flag(2.0, "How long a request waits for a worker to come back when none is live.")
     max_attempts: int = flag(
         3, "Pairs of workers tried for a request; it goes on after the tokens that the client has."
     )
@@ -136,7 +137,7 @@ class RouterLimits:
         for name in ("max_requests", "max_queued", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("max_queue_s", "request_timeout_s", "stall_timeout_s", "worker_silence_s"):
+        for name in ("max_queue_s", "request_timeout_s", "stall_timeout_s", "worker_silence_s", "worker_grace_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
 

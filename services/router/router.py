@@ -80,7 +80,14 @@ class Router:
         self._aborted_early: set[str] = set()  # while preparing
         self._emptied = asyncio.Event()
         self._keys = RequestKeys(registry, clock)
-        self._room = WaitingRoom(self._snapshot, limits.max_queued, limits.max_queue_s, metrics.decision.observe, clock)
+        self._room = WaitingRoom(
+            self._snapshot,
+            limits.max_queued,
+            limits.max_queue_s,
+            limits.worker_grace_s,
+            metrics.decision.observe,
+            clock,
+        )
         self.fleet = Fleet(
             registry=registry,
             router_id=router_id,

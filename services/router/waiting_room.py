@@ -37,6 +37,7 @@ class _Waiter:
     since: float
     on_placed: Callable[[Placement], None]
     future: asyncio.Future[None] = field(repr=False)
+    orphaned_at: float | None = None  # since when no live worker could take it
 
 
 class WaitingRoom:
@@ -46,6 +47,8 @@ class WaitingRoom:
         snapshot: the workers now.
         max_queued: waiters at most.
         max_queue_s: longest wait.
+        grace_s: how long a request waits for a live worker when there is none: one that was lost for a moment comes back,
+            and a pause is better than an error.
         observe_decision: told the seconds each choice took.
         clock: for patience and the age of the oldest.
     """
@@ -55,12 +58,14 @@ class WaitingRoom:
         snapshot: Callable[[], Choices],
         max_queued: int,
         max_queue_s: float,
+        grace_s: float,
         observe_decision: Callable[[float], None],
         clock: Clock = monotonic,
     ) -> None:
         self._snapshot = snapshot
         self._max_queued = max_queued
         self._max_queue_s = max_queue_s
+        self._grace_s = grace_s
         self._observe_decision = observe_decision
         self._clock = clock
         self._waiters: list[_Waiter] = []  # oldest first
@@ -143,8 +148,12 @@ class WaitingRoom:
                 choice = Refusal.FULL if choices.usable(waiter.need, waiter.excluded) else choice
             self.last_decision_s = time.perf_counter() - started
             self._observe_decision(self.last_decision_s)
+            if choice is not Refusal.NO_WORKERS:
+                waiter.orphaned_at = None
             if choice is Refusal.FULL:
                 refused.append(waiter)
+                continue
+            if choice is Refusal.NO_WORKERS and self._may_hope(waiter):
                 continue
             self._waiters.remove(waiter)
             if waiter.future.done():
@@ -152,6 +161,14 @@ class WaitingRoom:
             self._settle(waiter, choice)
             choices = self._snapshot()
             kept_free = self._kept_free(choices)
+
+    def _may_hope(self, waiter: _Waiter) -> bool:
+        """Whether to wait on for a worker to come back."""
+        now = self._clock()
+        if waiter.orphaned_at is None:
+            waiter.orphaned_at = now
+            asyncio.get_running_loop().call_later(self._grace_s + 0.01, self.look)  # should nothing change until then
+        return now - waiter.orphaned_at < self._grace_s
 
     def _kept_free(self, choices: Choices) -> frozenset[str]:
         """Workers whose room belongs to the first in line once its patience is over."""

@@ -38,11 +38,13 @@ class Workers:
 class Queue:
     """A waiting room, its workers, and who was placed in which order."""
 
-    def __init__(self, total: int, max_queued: int = 100, max_queue_s: float = 60.0) -> None:
+    def __init__(self, total: int, max_queued: int = 100, max_queue_s: float = 60.0, grace_s: float = 0.0) -> None:
         self.workers = Workers(total)
         self.clock = ManualClock()
         self.decisions: list[float] = []
-        self.room = WaitingRoom(lambda: self.workers, max_queued, max_queue_s, self.decisions.append, self.clock)
+        self.room = WaitingRoom(
+            lambda: self.workers, max_queued, max_queue_s, grace_s, self.decisions.append, self.clock
+        )
         self.placed: list[str] = []
 
     def ask(self, name: str, size: int, came_back_since: float | None = None) -> asyncio.Task[None]:
@@ -266,7 +268,7 @@ async def test_an_impatient_head_holds_up_only_the_workers_it_could_use() -> Non
             return frozenset({"a", "b"}) - excluded
 
     clock = ManualClock()
-    room = WaitingRoom(Two, 10, 60.0, lambda _seconds: None, clock)
+    room = WaitingRoom(Two, 10, 60.0, 0.0, lambda _seconds: None, clock)
     placed: list[Placement] = []
     head = asyncio.create_task(room.place(Need(1, 2), frozenset({"b"}), placed.append))  # b failed it
     await settle()
@@ -276,3 +278,27 @@ async def test_an_impatient_head_holds_up_only_the_workers_it_could_use() -> Non
     head.cancel()
     with pytest.raises(asyncio.CancelledError):
         await head
+
+
+async def test_a_worker_that_comes_back_in_time_costs_a_pause_and_no_error() -> None:
+    queue = Queue(total=1, grace_s=2.0)
+    queue.workers.are_alive = False
+    waiting = queue.ask("waiting", 1)
+    await settle()
+    queue.clock.advance(1.9)
+    queue.room.look()
+    assert not waiting.done()
+    queue.workers.are_alive = True
+    queue.room.look()
+    await waiting
+    assert queue.placed == ["waiting"]
+
+
+async def test_without_a_worker_the_wait_ends_with_the_grace_though_nothing_happens() -> None:
+    queue = Queue(total=1, grace_s=0.02)
+    queue.workers.are_alive = False
+    waiting = queue.ask("waiting", 1)
+    await settle()
+    queue.clock.advance(0.02)  # and the room's own timer looks again
+    with pytest.raises(UnavailableError, match="no live worker"):
+        await asyncio.wait_for(waiting, timeout=5)
