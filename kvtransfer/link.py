@@ -34,7 +34,7 @@ from kvtransfer.frames import (
 from kvtransfer.send_session import Run, SendSession
 from kvtransfer.states import State
 from kvtransfer.stats import TransferStats
-from kvtransfer.ticket import SendOutcome
+from kvtransfer.ticket import TransferOutcome
 from kvtransfer.transport import Part, SendHandle, Socket, Transport, TransportFullError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Outgoing:
     """One transfer on a link, with the buffers the transport may still read."""
 
     session: SendSession
-    on_end: Callable[[SendOutcome], None]
+    on_end: Callable[[TransferOutcome], None]
     handles: list[SendHandle] = field(default_factory=list)
 
     def is_settled(self) -> bool:

@@ -41,7 +41,7 @@ from kvtransfer.link import chunks
 from kvtransfer.peer import Peer
 from kvtransfer.receive_session import ReceiveSession
 from kvtransfer.stats import TransferStats
-from kvtransfer.ticket import Committed, ReceiveOutcome, Ticket
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from kvtransfer.transport import Part, Socket, Transport
 
 _MESSAGES_PER_TURN = 16  # then other tasks of the loop get theirs
@@ -51,7 +51,7 @@ _REMEMBERED = 4096  # ended transfers whose late frames are told apart from unkn
 @dataclass(eq=False, slots=True)
 class _Incoming:
     session: ReceiveSession
-    on_end: Callable[[ReceiveOutcome], None]
+    on_end: Callable[[TransferOutcome], None]
     on_commit: Callable[[Committed], None]
     peer: Peer | None = None  # who said BEGIN
 
@@ -147,7 +147,7 @@ class KVReceiver:
         self,
         blocks: Sequence[int],
         prompt_hash: bytes,
-        on_end: Callable[[ReceiveOutcome], None],
+        on_end: Callable[[TransferOutcome], None],
         on_commit: Callable[[Committed], None],
     ) -> Ticket:
         """Reserve a transfer into `blocks`.

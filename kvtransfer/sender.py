@@ -14,7 +14,7 @@ from kvtransfer.frames import Hello
 from kvtransfer.link import Outgoing, SenderLink
 from kvtransfer.send_session import SendSession
 from kvtransfer.stats import TransferStats
-from kvtransfer.ticket import Committed, SendOutcome, Ticket
+from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from kvtransfer.transport import Transport
 
 
@@ -100,7 +100,7 @@ class KVSender:
         """Endpoints that are connected and accepted."""
         return [endpoint for endpoint, link in self._links.items() if link.is_accepted]
 
-    def open(self, ticket: Ticket, on_end: Callable[[SendOutcome], None]) -> None:
+    def open(self, ticket: Ticket, on_end: Callable[[TransferOutcome], None]) -> None:
         """Announce a transfer to the receiver, before its prompt is computed.
 
         Args:

@@ -58,7 +58,3 @@ class TransferOutcome:
     def is_done(self) -> bool:
         """Whether the receiver owns the prompt."""
         return self.result == "done"
-
-
-SendOutcome = TransferOutcome
-ReceiveOutcome = TransferOutcome

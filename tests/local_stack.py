@@ -23,10 +23,11 @@ from engine.scripted import VOCAB_SIZE, ScriptedEngine, StepGate, scripted_engin
 from kvtransfer.config import TransferConfig
 from kvtransfer.transport import Transport
 from services.common import rpc
+from services.common.engine_parts import EngineParts
 from services.common.options import ClusterOptions, RouterLimits
 from services.common.registry import Capacity
 from services.common.worker_host import WorkerHost
-from services.common.worker_process import EngineParts, WorkerParts, run_worker
+from services.common.worker_process import WorkerParts, run_worker
 from services.decode.main import compose as compose_decode
 from services.prefill.main import compose as compose_prefill
 from services.router.grpc_edge import InferenceServicer

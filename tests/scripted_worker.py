@@ -10,11 +10,11 @@ from engine.scheduler import StepLimits
 from engine.scripted import VOCAB_SIZE, scripted_engine, scripted_layout
 from kvtransfer.config import TransferConfig
 from kvtransfer.zeromq import ZmqTransport
+from services.common.engine_parts import EngineParts
 from services.common.lifecycle import run_until_stopped
 from services.common.logs import configure_logging
 from services.common.options import ClusterOptions, RouterLimits
 from services.common.registry import Capacity
-from services.common.worker_process import EngineParts
 from services.decode.main import serve as serve_decode
 from services.prefill.main import serve as serve_prefill
 from services.router.main import serve as serve_router

@@ -17,7 +17,7 @@ from services.common.logs import configure_logging
 from services.common.options import ClusterOptions, EngineOptions, ModelOptions, RouterLimits, limit_context, parse_size
 
 if TYPE_CHECKING:  # a quarter of a second of imports that clients need not wait for
-    from services.common.worker_process import EngineParts
+    from services.common.engine_parts import EngineParts
 
 
 def resolve_model(options: ModelOptions) -> tuple[Path, str]:
@@ -109,8 +109,8 @@ class _WorkerInputs:
 def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
     from engine.build import build_engine
     from engine.scheduler import StepLimits
+    from services.common.engine_parts import EngineParts
     from services.common.registry import Capacity
-    from services.common.worker_process import EngineParts
 
     limits = StepLimits(max_batched_tokens=options.max_batched_tokens, max_sequences=options.max_sequences)
     folder, name = resolve_model(model)

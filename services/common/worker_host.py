@@ -12,10 +12,10 @@ from typing import Any, Generic
 
 from baton.v1 import worker_pb2
 from core.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError, status_of
-from core.sequence import Engine, SequenceOutput, StepResult
+from core.sequence import SequenceOutput, StepResult
 from services.common.convert import logprobs_to_pb
-from services.common.ledger import Blocks, Detail, Holding, Ledger, Use
-from services.common.registry import Capacity
+from services.common.engine_parts import EngineParts
+from services.common.ledger import Detail, Holding, Ledger, Use
 from services.common.router_streams import RouterStreams
 from services.common.rpc import hidden_bug
 from services.common.worker_metrics import WorkerMetrics
@@ -30,9 +30,7 @@ class WorkerHost(Generic[Detail]):
     """Ledger, router streams and engine of one worker, tied together. Lives on one event loop.
 
     Args:
-        engine: runs the sequences; `start` connects it.
-        pool: its blocks.
-        capacity: the limits a request is checked against.
+        parts: the engine, which `start` connects, its blocks, and the limits a request is checked against.
         stop_uses: makes whoever uses a holding's blocks stop (abort the transfer, the engine); each use then ends by
             `ledger.end_use`.
         peers: what `Load.peers` reports.
@@ -44,18 +42,16 @@ class WorkerHost(Generic[Detail]):
     def __init__(
         self,
         *,
-        engine: Engine,
-        pool: Blocks,
-        capacity: Capacity,
+        parts: EngineParts,
         stop_uses: Callable[[Holding[Detail]], None],
         peers: Callable[[], Iterable[str]],
         metrics: WorkerMetrics,
         incarnation: str,
         role_unready: Callable[[], str] = str,
     ) -> None:
-        self.engine = engine
-        self.capacity = capacity
-        self.ledger: Ledger[Detail] = Ledger(pool, capacity.max_sequences, self._expire, self._released)
+        self.engine = parts.engine
+        self.capacity = parts.capacity
+        self.ledger: Ledger[Detail] = Ledger(parts.pool, parts.capacity.max_sequences, self._expire, self._released)
         self.streams = RouterStreams(self.load, self._router_left)
         self.is_draining = False
         self._stop_uses = stop_uses

@@ -19,39 +19,18 @@ from redis.exceptions import RedisError
 
 from core.errors import ConfigError, InternalError
 from core.ids import new_incarnation
-from core.layout import Fingerprint, KVLayout
-from core.sequence import BlockMemory, Engine
+from core.layout import Fingerprint
 from services.common import rpc
-from services.common.ledger import Blocks
 from services.common.lifecycle import HttpServer, bind
 from services.common.ops_http import create_ops_app
 from services.common.options import ClusterOptions
-from services.common.registry import Capacity, Registry, WorkerRecord
+from services.common.registry import Registry, WorkerRecord
 from services.common.worker_host import WorkerHost
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 WATCH_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """An engine with what surrounds it: a loaded model's, or the scripted fake's.
-
-    Args:
-        engine, pool, memory, layout: what computes, and where.
-        fingerprint: of the blocks.
-        eos_token_ids, capacity: of the model and this worker.
-    """
-
-    engine: Engine
-    pool: Blocks
-    memory: BlockMemory
-    layout: KVLayout
-    fingerprint: Fingerprint
-    eos_token_ids: tuple[int, ...]
-    capacity: Capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

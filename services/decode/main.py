@@ -10,10 +10,11 @@ from baton.v1 import worker_pb2_grpc
 from kvtransfer.config import TransferConfig
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.transport import Transport
+from services.common.engine_parts import EngineParts
 from services.common.options import ClusterOptions
 from services.common.registry import Registry
 from services.common.worker_metrics import WorkerMetrics
-from services.common.worker_process import EngineParts, WorkerParts, run_worker
+from services.common.worker_process import WorkerParts, run_worker
 from services.common.worker_servicer import WorkerServicer
 from services.decode.service import DecodeService
 from services.decode.servicer import DecodeServicer
@@ -43,12 +44,8 @@ async def compose(
     receiver = KVReceiver(parts.memory, transport, parts.fingerprint, incarnation, transfer)
     await receiver.start(bind, advertise_host)
     service = DecodeService(
-        engine=parts.engine,
-        pool=parts.pool,
-        layout=parts.layout,
+        parts=parts,
         receiver=receiver,
-        eos_token_ids=parts.eos_token_ids,
-        capacity=parts.capacity,
         metrics=metrics,
         incarnation=incarnation,
     )

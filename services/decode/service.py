@@ -10,14 +10,13 @@ from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
 from core.errors import TransferError, UnavailableError
 from core.hashing import hash_tokens
-from core.layout import KVLayout
 from core.sampling import SamplingParams
-from core.sequence import Engine, SequenceOutput, SequenceSpec, StepResult
+from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from services.common.convert import sampling_from_pb
-from services.common.ledger import Blocks, Holding, Use
-from services.common.registry import Capacity
+from services.common.engine_parts import EngineParts
+from services.common.ledger import Holding, Use
 from services.common.worker_host import WorkerHost
 from services.common.worker_metrics import WorkerMetrics
 
@@ -35,10 +34,8 @@ class DecodeService:
     """Decisions of the decode worker; `servicer` translates, `host` keeps.
 
     Args:
-        engine, pool, layout: what computes, and where.
+        parts: what computes, and where.
         receiver: the end of KV transfers.
-        eos_token_ids: of the model.
-        capacity: limits of the worker.
         metrics: of the worker.
         incarnation: of this process.
         clock: for the durations in updates.
@@ -47,25 +44,19 @@ class DecodeService:
     def __init__(
         self,
         *,
-        engine: Engine,
-        pool: Blocks,
-        layout: KVLayout,
+        parts: EngineParts,
         receiver: KVReceiver,
-        eos_token_ids: tuple[int, ...],
-        capacity: Capacity,
         metrics: WorkerMetrics,
         incarnation: str,
         clock: Clock = monotonic,
     ) -> None:
         self._receiver = receiver
-        self._layout = layout
-        self._eos_token_ids = eos_token_ids
+        self._layout = parts.layout
+        self._eos_token_ids = parts.eos_token_ids
         self._metrics = metrics
         self._clock = clock
         self.host: WorkerHost[_Detail] = WorkerHost(
-            engine=engine,
-            pool=pool,
-            capacity=capacity,
+            parts=parts,
             stop_uses=self._stop_uses,
             peers=tuple,
             metrics=metrics,

@@ -13,10 +13,11 @@ from core.errors import FingerprintError, TransferError
 from kvtransfer.config import TransferConfig
 from kvtransfer.sender import KVSender
 from kvtransfer.transport import Transport
+from services.common.engine_parts import EngineParts
 from services.common.options import ClusterOptions
 from services.common.registry import Registry
 from services.common.worker_metrics import WorkerMetrics
-from services.common.worker_process import EngineParts, WorkerParts, run_worker
+from services.common.worker_process import WorkerParts, run_worker
 from services.common.worker_servicer import WorkerServicer
 from services.prefill.service import PrefillService
 from services.prefill.servicer import PrefillServicer
@@ -48,12 +49,8 @@ def compose(
     )
     sender = KVSender(parts.memory, transport, parts.fingerprint, incarnation, transfer)
     service = PrefillService(
-        engine=parts.engine,
-        pool=parts.pool,
-        layout=parts.layout,
+        parts=parts,
         sender=sender,
-        eos_token_ids=parts.eos_token_ids,
-        capacity=parts.capacity,
         metrics=metrics,
         incarnation=incarnation,
     )

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from baton.v1 import worker_pb2
 from core.errors import InvalidRequestError, TransferError, UnavailableError
 from core.hashing import hash_tokens
-from core.layout import KVLayout
-from core.sequence import Engine, SequenceOutput, SequenceSpec, StepResult
+from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from kvtransfer.sender import KVSender
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
 from services.common.convert import sampling_from_pb
-from services.common.ledger import Blocks, Holding
-from services.common.registry import Capacity
+from services.common.engine_parts import EngineParts
+from services.common.ledger import Holding
 from services.common.worker_host import WorkerHost
 from services.common.worker_metrics import WorkerMetrics
 
@@ -32,10 +31,8 @@ class PrefillService:
     """Decisions of the prefill worker; `servicer` translates, `host` keeps.
 
     Args:
-        engine, pool, layout: what computes, and where.
+        parts: what computes, and where.
         sender: the start of KV transfers.
-        eos_token_ids: of the model.
-        capacity: limits of the worker.
         metrics: of the worker.
         incarnation: of this process.
     """
@@ -43,23 +40,17 @@ class PrefillService:
     def __init__(
         self,
         *,
-        engine: Engine,
-        pool: Blocks,
-        layout: KVLayout,
+        parts: EngineParts,
         sender: KVSender,
-        eos_token_ids: tuple[int, ...],
-        capacity: Capacity,
         metrics: WorkerMetrics,
         incarnation: str,
     ) -> None:
         self._sender = sender
-        self._layout = layout
-        self._eos_token_ids = eos_token_ids
+        self._layout = parts.layout
+        self._eos_token_ids = parts.eos_token_ids
         self._metrics = metrics
         self.host: WorkerHost[_Detail] = WorkerHost(
-            engine=engine,
-            pool=pool,
-            capacity=capacity,
+            parts=parts,
             stop_uses=self._stop_uses,
             peers=sender.peers,
             metrics=metrics,
