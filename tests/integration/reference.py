@@ -39,16 +39,22 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def unexcused(row: Row, left: Sequence[int], right: Sequence[int], margin: float) -> str:
+def unexcused(
+    row: Row, left: Sequence[int], right: Sequence[int], margin: float, own_margins: Sequence[float] = ()
+) -> str:
     """Why two answers to a row's prompt must not differ as they do; empty when they may.
 
     Args:
         row: its margins say where a near-tie is.
         left, right: token ids.
         margin: differences of logits below this are near-ties, where rounding may choose.
+        own_margins: of `right`; they judge a difference after both left the reference's answer, of which it knows nothing.
     """
     at = first_difference(left, right)
-    if at is None or (at < len(row.margins) and row.margins[at] < margin and len(left) == len(right)):
+    if at is None:
         return ""
-    found = row.margins[at] if at < len(row.margins) else float("nan")
+    margins = row.margins if list(left[:at]) == row.token_ids[:at] else own_margins
+    found = margins[at] if at < len(margins) else float("nan")
+    if found < margin and len(left) == len(right):
+        return ""
     return f"{row.id}: {list(left[at : at + 3])} != {list(right[at : at + 3])} at token {at}, margin {found}"

@@ -16,8 +16,9 @@ in_float32 = pytest.mark.xdist_group("float32")
 in_bfloat16 = pytest.mark.xdist_group("bfloat16")
 
 
-def requests_of(rows: list[Row], num_tokens: int = NUM_TOKENS) -> list[pb.GenerateRequest]:
-    return [ids_request(row.prompt_token_ids, max_tokens=num_tokens, ignore_eos=True, logprobs=0) for row in rows]
+def requests_of(rows: list[Row], num_tokens: int = NUM_TOKENS, logprobs: int = 0) -> list[pb.GenerateRequest]:
+    sampling = {"max_tokens": num_tokens, "ignore_eos": True, "logprobs": logprobs}
+    return [ids_request(row.prompt_token_ids, **sampling) for row in rows]
 
 
 def check_float32(stack: Stack, at_once: int) -> None:
@@ -58,12 +59,12 @@ def test_a_prompt_sent_as_text_or_chat_has_the_reference_prompt_tokens(float32_s
 
 
 def check_bfloat16(stack: Stack, rows: list[Row], num_tokens: int, at_once: int, margin: float) -> None:
-    requests = requests_of(rows, num_tokens)
+    requests = requests_of(rows, num_tokens, logprobs=2)
     disaggregated, aggregated = (ask_all(endpoint, requests, at_once) for endpoint in stack.grpc)
     assert {answer.done.path for answer in disaggregated} == {"disaggregated"}
     assert {answer.done.path for answer in aggregated} == {"aggregated"}
     triples = zip(rows, disaggregated, aggregated, strict=True)
-    wrong = [unexcused(row, left.token_ids, right.token_ids, margin) for row, left, right in triples]
+    wrong = [unexcused(row, left.token_ids, right.token_ids, margin, right.margins) for row, left, right in triples]
     assert not any(wrong), [line for line in wrong if line]
 
 
