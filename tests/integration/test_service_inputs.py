@@ -91,6 +91,29 @@ async def test_bad_input_is_refused_by_name_and_reaches_no_worker(stack: Stack) 
     await stack.until_idle()
 
 
+async def test_a_canary_beside_bad_input_stays_correct(stack: Stack) -> None:
+    canary, answers = prompt_of(20), 0
+
+    async def sing() -> None:
+        nonlocal answers
+        while True:
+            assert (await stack.router.answer(prompt=canary)).tokens == expected(canary, 8)
+            answers += 1
+
+    singing = asyncio.create_task(sing())
+    for _ in range(3):
+        before = answers
+        for _, request in INVALID:
+            with pytest.raises(aio.AioRpcError):
+                await stack.router.answer(**request)
+        await eventually(lambda before=before: singing.done() or answers > before)
+    assert not singing.done(), singing.exception()
+    singing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await singing
+    await stack.until_idle()
+
+
 async def test_huge_metadata_and_messages_are_refused_and_a_canary_lives(stack: Stack) -> None:
     for _ in range(3):
         async with aio.insecure_channel(stack.router.target) as channel:
