@@ -39,6 +39,7 @@ class SequenceOutput:
     sequence_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step computed; the first has none
     num_computed_tokens: int = 0  # KV in the blocks after this step
     has_ended: bool = False
     finish_reason: FinishReason | None = None  # None with has_ended: a prefill_only sequence that goes on elsewhere

@@ -125,8 +125,7 @@ class EngineLoop:
         """The runner's results, or the error that ends the sequences of this plan and no other."""
         try:
             results = self._runner.run(plan)
-            num_samples = sum(chunk.samples for chunk in plan.chunks)
-            assert len(results) == num_samples, f"runner gave {len(results)} tokens for {num_samples}"
+            assert len(results) == len(plan.chunks), f"runner gave {len(results)} results for {len(plan.chunks)} chunks"
         except BatonError as error:
             logger.exception("engine step of %d chunks failed", len(plan.chunks))
             return str(error)
@@ -153,21 +152,21 @@ class EngineLoop:
 
     def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterator[SequenceOutput]:
         """Put a step's results into its sequences; those aborted while it ran get nothing."""
-        remaining = iter(results)
-        for chunk in plan.chunks:
+        for chunk, sampled in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
-            sampled = next(remaining) if chunk.samples else None
             if sequence.spec.sequence_id not in self._live:
                 continue
             sequence.num_computed_tokens += chunk.num_tokens
-            if sampled is None:
-                yield SequenceOutput(
-                    sequence_id=sequence.spec.sequence_id, num_computed_tokens=sequence.num_computed_tokens
-                )
-                continue
             if sampled.error:
                 del self._live[sequence.spec.sequence_id]
                 yield _ended(sequence, "error", sampled.error)
+                continue
+            if sampled.token_id is None:
+                yield SequenceOutput(
+                    sequence_id=sequence.spec.sequence_id,
+                    num_computed_tokens=sequence.num_computed_tokens,
+                    prompt_logprobs=sampled.prompt_logprobs,
+                )
                 continue
             sequence.token_ids.append(sampled.token_id)
             finish = finish_reason(sequence)
@@ -178,6 +177,7 @@ class EngineLoop:
                 sequence_id=sequence.spec.sequence_id,
                 token_ids=(sampled.token_id,),
                 logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+                prompt_logprobs=sampled.prompt_logprobs,
                 num_computed_tokens=sequence.num_computed_tokens,
                 has_ended=has_ended,
                 finish_reason=finish.reason,

@@ -30,11 +30,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled token, with its logprobs if the sequence asked for them; or why there is none."""
+    """What a chunk gave: a token where it samples, log-probabilities where its sequence asked for them, or an error."""
 
-    token_id: int
+    token_id: int | None  # None: the chunk does not reach the newest token, or failed
     logprobs: TokenLogprobs | None = None
-    error: str = ""  # ends this sequence alone; `token_id` means nothing then
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # of the chunk's prompt tokens; the first token of a prompt has none
+    error: str = ""  # ends this sequence alone
 
 
 class Runner(Protocol):
@@ -44,5 +47,5 @@ class Runner(Protocol):
         """Write the KV of every chunk's tokens into its sequence's blocks; sample where `chunk.samples`.
 
         Returns:
-            One Sampled for each chunk that samples, in the plan's order. The sequences themselves are not changed.
+            One Sampled for each chunk, in the plan's order. The sequences themselves are not changed.
         """

@@ -27,7 +27,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     best: list[int] = logits.argmax(dim=-1).tolist()  # the lowest id among equals
     rows = zip(logits, sequences, best, is_usable, strict=True)
     return [
-        _sample_row(row, sequence, token) if usable else Sampled(-1, error="the model computed no usable logits")
+        _sample_row(row, sequence, token) if usable else Sampled(None, error="the model computed no usable logits")
         for row, sequence, token, usable in rows
     ]
 
@@ -39,7 +39,7 @@ def _sample_row(logits: Tensor, sequence: Sequence, best: int) -> Sampled:
         allowed = _without_stops(logits, sequence)
         best = int(allowed.argmax())
         if allowed[best] == -math.inf:
-            return Sampled(-1, error="min_tokens leaves no token: every one ends the answer")
+            return Sampled(None, error="min_tokens leaves no token: every one ends the answer")
     if params.is_greedy:
         token = best
     else:

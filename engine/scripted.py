@@ -132,7 +132,7 @@ class ScriptedRunner:
             raise error
         for chunk in plan.chunks:
             self._write(chunk)
-        return [self._sample(chunk.sequence) for chunk in plan.chunks if chunk.samples]
+        return [self._sample(chunk.sequence) if chunk.samples else Sampled(None) for chunk in plan.chunks]
 
     def _write(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -144,12 +144,12 @@ class ScriptedRunner:
     def _slot(self, sequence: Sequence, position: int) -> memoryview:
         block, slot = divmod(position, self.layout.block_tokens)
         start = slot * self._slot_bytes
-        return self.memory.view(sequence.spec.block_table[block])[start : start + self._slot_bytes]
+        return self.memory.view(sequence.block_table[block])[start : start + self._slot_bytes]
 
     def _context(self, sequence: Sequence) -> Iterable[memoryview]:
         """The bytes of all slots of the sequence's tokens, in order."""
         num_bytes = len(sequence.token_ids) * self._slot_bytes
-        for block in sequence.spec.block_table[: self.layout.blocks_for(len(sequence.token_ids))]:
+        for block in sequence.block_table[: self.layout.blocks_for(len(sequence.token_ids))]:
             yield self.memory.view(block)[:num_bytes]
             num_bytes -= self.layout.block_bytes
 

@@ -11,10 +11,12 @@ class Sequence:
 
     spec: SequenceSpec
     token_ids: list[int] = field(init=False)  # prompt, then output
+    block_table: list[int] = field(init=False)  # holds every computed token, and those of the next step
     num_computed_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.spec.prompt, *self.spec.output]
+        self.block_table = list(self.spec.block_table)
         self.num_computed_tokens = self.spec.num_computed_tokens
 
     @property

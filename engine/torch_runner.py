@@ -54,10 +54,11 @@ class TorchRunner:
             last_rows[chunk.sequence.spec.sequence_id] = row - 1
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if not sampling:
-            return []
+            return [Sampled(None)] * len(plan.chunks)
         rows = torch.tensor([last_rows[sequence.spec.sequence_id] for sequence in sampling])
         logits = self._model.logits(hidden[rows.to(hidden.device)])
-        return sample(logits.cpu(), sampling)
+        sampled = iter(sample(logits.cpu(), sampling))
+        return [next(sampled) if chunk.samples else Sampled(None) for chunk in plan.chunks]
 
     def warm_up(self) -> None:
         """Run a small prompt and one decode, so that the first request meets no first-call cost.
@@ -82,6 +83,7 @@ class TorchRunner:
             if sampled.error:
                 raise ModelError(f"{sampled.error} for a first prompt: the weights are damaged, or overflow this dtype")
             sequence.num_computed_tokens += chunk.num_tokens
+            assert sampled.token_id is not None, "the chunk reaches the newest token"
             sequence.token_ids.append(sampled.token_id)
 
     def _batch(self, chunks: Seq[Chunk]) -> Batch:
@@ -93,7 +95,7 @@ class TorchRunner:
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
             span = range(start, start + chunk.num_tokens)
-            table = sequence.spec.block_table
+            table = sequence.block_table
             tokens += sequence.token_ids[span.start : span.stop]
             positions += span
             prompt_lens += [len(sequence.spec.prompt)] * len(span)
@@ -117,7 +119,7 @@ class TorchRunner:
     def _used_blocks(self, chunk: Chunk) -> Seq[int]:
         """The sequence's blocks up to the chunk's end."""
         end = chunk.sequence.num_computed_tokens + chunk.num_tokens
-        return chunk.sequence.spec.block_table[: -(-end // self._block_tokens)]
+        return chunk.sequence.block_table[: -(-end // self._block_tokens)]
 
     def _decode_tables(self, decodes: Seq[Chunk]) -> Tensor:
         tables = [self._used_blocks(chunk) for chunk in decodes]

@@ -367,7 +367,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: Scripted
         def run(self, plan: StepPlan) -> list[Sampled]:
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
             return [
-                Sampled(-1, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
+                Sampled(None, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
                 for chunk, sampled in zip(sampling, parts.runner.run(plan), strict=True)
             ]
 

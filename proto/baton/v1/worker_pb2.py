@@ -25,43 +25,47 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\"\"\n\rAttachRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x8c\x01\n\x08Sequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0e\n\x06output\x18\x06 \x03(\r\"\xd2\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x0c\n\x04seed\x18\t \x01(\x12\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"d\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"6\n\x0eReserveRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\"X\n\x0ePrefillRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\"2\n\nRunRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\"\n\n\x08\x41\x63\x63\x65pted\"-\n\x15\x41\x62ortSequencesRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"\x18\n\x16\x41\x62ortSequencesResponse\"T\n\tStepBatch\x12)\n\x07updates\x18\x01 \x03(\x0b\x32\x18.baton.v1.SequenceUpdate\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\"\x91\x02\n\x0eSequenceUpdate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x11\n\thas_ended\x18\x05 \x01(\x08\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\x0fmatched_stop_id\x18\x07 \x01(\x03\x12\x12\n\nerror_code\x18\x08 \x01(\t\x12\x15\n\rerror_message\x18\t \x01(\t\x12\x10\n\x08\x61\x64opt_ms\x18\n \x01(\x01\x12\x17\n\x0f\x66irst_decode_ms\x18\x0b \x01(\x01\"\x9e\x01\n\x04Load\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\r\n\x05peers\x18\x07 \x03(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t2\x8e\x01\n\x06Worker\x12\x38\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x13.baton.v1.StepBatch0\x01\x12J\n\x05\x41\x62ort\x12\x1f.baton.v1.AbortSequencesRequest\x1a .baton.v1.AbortSequencesResponse2H\n\rPrefillWorker\x12\x37\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x12.baton.v1.Accepted2v\n\x0c\x44\x65\x63odeWorker\x12\x35\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x10.baton.v1.Ticket\x12/\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x12.baton.v1.Acceptedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\"\"\n\rAttachRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xc2\x01\n\x08Sequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12$\n\x08sampling\x18\x04 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0e\n\x06output\x18\x06 \x03(\r\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x12\n\ncache_salt\x18\t \x01(\t\"\xbe\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x0c\n\x04seed\x18\t \x01(\x12\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\r \x01(\x01\x12\x35\n\nlogit_bias\x18\x0e \x03(\x0b\x32!.baton.v1.Sampling.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x7f\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\"6\n\x0eReserveRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\"X\n\x0ePrefillRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\x12 \n\x06ticket\x18\x02 \x01(\x0b\x32\x10.baton.v1.Ticket\"2\n\nRunRequest\x12$\n\x08sequence\x18\x01 \x01(\x0b\x32\x12.baton.v1.Sequence\"\n\n\x08\x41\x63\x63\x65pted\"-\n\x15\x41\x62ortSequencesRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"\x18\n\x16\x41\x62ortSequencesResponse\"T\n\tStepBatch\x12)\n\x07updates\x18\x01 \x03(\x0b\x32\x18.baton.v1.SequenceUpdate\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\"\xde\x02\n\x0eSequenceUpdate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x11\n\thas_ended\x18\x05 \x01(\x08\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\x0fmatched_stop_id\x18\x07 \x01(\x03\x12\x12\n\nerror_code\x18\x08 \x01(\t\x12\x15\n\rerror_message\x18\t \x01(\t\x12\x10\n\x08\x61\x64opt_ms\x18\n \x01(\x01\x12\x17\n\x0f\x66irst_decode_ms\x18\x0b \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x0c \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\r \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x9e\x01\n\x04Load\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\r\n\x05peers\x18\x07 \x03(\t\x12\x13\n\x0bincarnation\x18\x08 \x01(\t2\x8e\x01\n\x06Worker\x12\x38\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x13.baton.v1.StepBatch0\x01\x12J\n\x05\x41\x62ort\x12\x1f.baton.v1.AbortSequencesRequest\x1a .baton.v1.AbortSequencesResponse2H\n\rPrefillWorker\x12\x37\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x12.baton.v1.Accepted2v\n\x0c\x44\x65\x63odeWorker\x12\x35\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x10.baton.v1.Ticket\x12/\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x12.baton.v1.Acceptedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_ATTACHREQUEST']._serialized_start=61
   _globals['_ATTACHREQUEST']._serialized_end=95
   _globals['_SEQUENCE']._serialized_start=98
-  _globals['_SEQUENCE']._serialized_end=238
-  _globals['_SAMPLING']._serialized_start=241
-  _globals['_SAMPLING']._serialized_end=451
-  _globals['_TICKET']._serialized_start=453
-  _globals['_TICKET']._serialized_end=553
-  _globals['_RESERVEREQUEST']._serialized_start=555
-  _globals['_RESERVEREQUEST']._serialized_end=609
-  _globals['_PREFILLREQUEST']._serialized_start=611
-  _globals['_PREFILLREQUEST']._serialized_end=699
-  _globals['_RUNREQUEST']._serialized_start=701
-  _globals['_RUNREQUEST']._serialized_end=751
-  _globals['_ACCEPTED']._serialized_start=753
-  _globals['_ACCEPTED']._serialized_end=763
-  _globals['_ABORTSEQUENCESREQUEST']._serialized_start=765
-  _globals['_ABORTSEQUENCESREQUEST']._serialized_end=810
-  _globals['_ABORTSEQUENCESRESPONSE']._serialized_start=812
-  _globals['_ABORTSEQUENCESRESPONSE']._serialized_end=836
-  _globals['_STEPBATCH']._serialized_start=838
-  _globals['_STEPBATCH']._serialized_end=922
-  _globals['_SEQUENCEUPDATE']._serialized_start=925
-  _globals['_SEQUENCEUPDATE']._serialized_end=1198
-  _globals['_LOAD']._serialized_start=1201
-  _globals['_LOAD']._serialized_end=1359
-  _globals['_WORKER']._serialized_start=1362
-  _globals['_WORKER']._serialized_end=1504
-  _globals['_PREFILLWORKER']._serialized_start=1506
-  _globals['_PREFILLWORKER']._serialized_end=1578
-  _globals['_DECODEWORKER']._serialized_start=1580
-  _globals['_DECODEWORKER']._serialized_end=1698
+  _globals['_SEQUENCE']._serialized_end=292
+  _globals['_SAMPLING']._serialized_start=295
+  _globals['_SAMPLING']._serialized_end=741
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=660
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=708
+  _globals['_TICKET']._serialized_start=743
+  _globals['_TICKET']._serialized_end=870
+  _globals['_RESERVEREQUEST']._serialized_start=872
+  _globals['_RESERVEREQUEST']._serialized_end=926
+  _globals['_PREFILLREQUEST']._serialized_start=928
+  _globals['_PREFILLREQUEST']._serialized_end=1016
+  _globals['_RUNREQUEST']._serialized_start=1018
+  _globals['_RUNREQUEST']._serialized_end=1068
+  _globals['_ACCEPTED']._serialized_start=1070
+  _globals['_ACCEPTED']._serialized_end=1080
+  _globals['_ABORTSEQUENCESREQUEST']._serialized_start=1082
+  _globals['_ABORTSEQUENCESREQUEST']._serialized_end=1127
+  _globals['_ABORTSEQUENCESRESPONSE']._serialized_start=1129
+  _globals['_ABORTSEQUENCESRESPONSE']._serialized_end=1153
+  _globals['_STEPBATCH']._serialized_start=1155
+  _globals['_STEPBATCH']._serialized_end=1239
+  _globals['_SEQUENCEUPDATE']._serialized_start=1242
+  _globals['_SEQUENCEUPDATE']._serialized_end=1592
+  _globals['_LOAD']._serialized_start=1595
+  _globals['_LOAD']._serialized_end=1753
+  _globals['_WORKER']._serialized_start=1756
+  _globals['_WORKER']._serialized_end=1898
+  _globals['_PREFILLWORKER']._serialized_start=1900
+  _globals['_PREFILLWORKER']._serialized_end=1972
+  _globals['_DECODEWORKER']._serialized_start=1974
+  _globals['_DECODEWORKER']._serialized_end=2092
 # @@protoc_insertion_point(module_scope)

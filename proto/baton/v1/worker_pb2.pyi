@@ -14,23 +14,36 @@ class AttachRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("sequence_id", "router_id", "prompt", "sampling", "timeout_ms", "output")
+    __slots__ = ("sequence_id", "router_id", "prompt", "sampling", "timeout_ms", "output", "priority", "tenant", "cache_salt")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     router_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     timeout_ms: int
     output: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ...) -> None: ...
+    priority: int
+    tenant: str
+    cache_salt: str
+    def __init__(self, sequence_id: _Optional[str] = ..., router_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "seed", "logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "seed", "logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +54,11 @@ class Sampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -51,21 +69,28 @@ class Sampling(_message.Message):
     ignore_eos: bool
     seed: int
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "endpoint", "num_blocks", "lease_ms")
+    __slots__ = ("transfer_id", "epoch", "endpoint", "num_blocks", "lease_ms", "num_cached_blocks")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     epoch: int
     endpoint: str
     num_blocks: int
     lease_ms: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., endpoint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    num_cached_blocks: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., endpoint: _Optional[str] = ..., num_blocks: _Optional[int] = ..., lease_ms: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("sequence",)
@@ -110,7 +135,7 @@ class StepBatch(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("sequence_id", "first_index", "token_ids", "logprobs", "has_ended", "finish_reason", "matched_stop_id", "error_code", "error_message", "adopt_ms", "first_decode_ms")
+    __slots__ = ("sequence_id", "first_index", "token_ids", "logprobs", "has_ended", "finish_reason", "matched_stop_id", "error_code", "error_message", "adopt_ms", "first_decode_ms", "num_cached_tokens", "prompt_logprobs")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +147,8 @@ class SequenceUpdate(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     ADOPT_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -133,7 +160,9 @@ class SequenceUpdate(_message.Message):
     error_message: str
     adopt_ms: float
     first_decode_ms: float
-    def __init__(self, sequence_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., has_ended: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., matched_stop_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., adopt_ms: _Optional[float] = ..., first_decode_ms: _Optional[float] = ...) -> None: ...
+    num_cached_tokens: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, sequence_id: _Optional[str] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., has_ended: _Optional[bool] = ..., finish_reason: _Optional[str] = ..., matched_stop_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., adopt_ms: _Optional[float] = ..., first_decode_ms: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("state", "running", "waiting", "waiting_tokens", "free_blocks", "total_blocks", "peers", "incarnation")
