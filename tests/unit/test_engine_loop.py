@@ -365,10 +365,9 @@ def test_a_crash_of_the_loop_ends_every_sequence_and_shows_as_stalled_for_ever(
 def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: ScriptedEngine) -> None:
     class BreaksOneRow:
         def run(self, plan: StepPlan) -> list[Sampled]:
-            sampling = [chunk for chunk in plan.chunks if chunk.samples]
             return [
                 Sampled(None, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
-                for chunk, sampled in zip(sampling, parts.runner.run(plan), strict=True)
+                for chunk, sampled in zip(plan.chunks, parts.runner.run(plan), strict=True)
             ]
 
     loop = EngineLoop(BreaksOneRow(), StepLimits(max_batched_tokens=BUDGET, max_sequences=4))

@@ -12,7 +12,7 @@ from core.layout import KVLayout
 from core.sampling import SamplingParams
 from core.sequence import BlockMemory, SequenceSpec
 from engine.kv_cache import KVCache
-from engine.plan import Chunk, StepPlan
+from engine.plan import Chunk, Sampled, StepPlan
 from engine.sequence import Sequence
 from engine.torch_runner import LoadedModel, load_runner, resolve_dtype
 from kernels.linear import is_native
@@ -51,12 +51,11 @@ def sequences(count: int, num_blocks: int = 64, **sampling: Any) -> list[Sequenc
 
 def step(loaded: LoadedModel, chunks: list[Chunk]) -> None:
     """Run one plan and apply it, as the engine's loop does."""
-    sampling = [chunk.sequence for chunk in chunks if chunk.samples]
     sampled = loaded.runner.run(StepPlan(tuple(chunks)))
-    for chunk in chunks:
+    for chunk, one in zip(chunks, sampled, strict=True):
         chunk.sequence.num_computed_tokens += chunk.num_tokens
-    for sequence, one in zip(sampling, sampled, strict=True):
-        sequence.token_ids.append(one.token_id)
+        if one.token_id is not None:
+            chunk.sequence.token_ids.append(one.token_id)
 
 
 def answer(sequence: Sequence) -> list[int]:
@@ -87,7 +86,7 @@ def test_any_mixture_of_decodes_and_chunks_gives_what_each_sequence_gives_alone(
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing(loaded: LoadedModel) -> None:
     [_, sequence] = sequences(2)
-    assert loaded.runner.run(StepPlan((Chunk(sequence, 3),))) == []
+    assert loaded.runner.run(StepPlan((Chunk(sequence, 3),))) == [Sampled(None)]
     assert loaded.runner.run(StepPlan()) == []
 
 
