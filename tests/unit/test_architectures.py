@@ -152,7 +152,7 @@ def greedy_tokens(runner: TorchRunner, prompt: list[int], num_blocks: int, chunk
         chunk = Chunk(sequence, min(chunk_tokens, sequence.num_uncomputed_tokens))
         sampled = runner.run(StepPlan((chunk,)))
         sequence.num_computed_tokens += chunk.num_tokens
-        sequence.token_ids += [one.token_id for one in sampled]
+        sequence.token_ids += [one.token_id for one in sampled if one.token_id is not None]
     return sequence.token_ids[len(prompt) :]
 
 
