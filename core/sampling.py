@@ -10,6 +10,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024  # token ids of one request
+MAX_CHOICES = 16  # answers to one prompt
+MIN_LOGPROB = -9999.0  # stands for what is less likely still: neither JSON nor most readers take -inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,12 @@ class SamplingParams:
     include_stop: bool = False  # the matched stop string or stop token stays in the text
     ignore_eos: bool = False
     seed: int | None = None
+    frequency_penalty: float = 0.0  # taken off a token's logit for each time it is in the answer
+    presence_penalty: float = 0.0  # taken off once if it is in the answer at all
+    repetition_penalty: float = 1.0  # of tokens in prompt or answer: divides a logit above 0, multiplies one below
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), in any order
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best ones'
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +60,13 @@ class SamplingParams:
             _check("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        # Near 0 it would carry logits beyond what a float holds.
+        _check("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
+        self._check_bias()
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequestError("stop", f"{len(self.stop)} strings, at most {MAX_STOP_STRINGS}")
         for text in self.stop:
@@ -62,6 +77,20 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError("stop_token_ids", f"{len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}")
 
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError("logit_bias", f"{len(self.logit_bias)} ids, at most {MAX_LOGIT_BIAS}")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequestError("logit_bias", "names a token id twice")
+        for token_id, bias in self.logit_bias:
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError("logit_bias", f"{bias} of token {token_id} is not in [-100.0, 100.0]")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes a logit."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
     @property
     def is_greedy(self) -> bool:
         """Whether the best token is taken without a draw."""
@@ -71,6 +100,19 @@ class SamplingParams:
 def _check(field: str, value: float, low: float, high: float) -> None:
     if not (low <= value <= high) or not math.isfinite(value):
         raise InvalidRequestError(field, f"{value} is not in [{low}, {high}]")
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of several answers to a prompt: the request's own for the first, one derived from it for others.
+
+    Args:
+        seed: the request's, a signed 64-bit number.
+        choice: index of the answer, from 0.
+    """
+    if choice == 0:
+        return seed
+    mixed = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=8, salt=choice.to_bytes(8, "little"))
+    return int.from_bytes(mixed.digest(), "little", signed=True)
 
 
 def uniform_draw(seed: int, position: int) -> float:

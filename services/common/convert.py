@@ -21,7 +21,12 @@ def sampling_to_pb(sampling: SamplingParams) -> worker_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -37,7 +42,12 @@ def sampling_from_pb(message: worker_pb2.Sampling) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         seed=message.seed,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 

@@ -15,6 +15,7 @@ from core.sequence import TokenLogprobs
 from services.common.convert import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
 
 STAYS_IN_THE_ROUTER = {"stop", "include_stop", "skip_special_tokens"}
+biases = st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100.0, 100.0), max_size=30)
 int32 = st.integers(0, 2**31 - 1)
 
 
@@ -31,7 +32,12 @@ def resolved(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=256))),
         ignore_eos=draw(st.booleans()),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        frequency_penalty=draw(st.floats(-2.0, 2.0)),
+        presence_penalty=draw(st.floats(-2.0, 2.0)),
+        repetition_penalty=draw(st.floats(0.01, 10.0)),
+        logit_bias=tuple(sorted(draw(biases).items())),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        prompt_logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -56,7 +62,12 @@ def test_a_field_added_later_cannot_be_forgotten() -> None:
         include_stop=True,
         ignore_eos=True,
         seed=-5,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.3,
+        logit_bias=((3, -100.0), (9, 0.1)),
         logprobs=0,
+        prompt_logprobs=0,
         skip_special_tokens=False,
     )
     for field in fields(SamplingParams):
@@ -69,7 +80,9 @@ def test_a_field_added_later_cannot_be_forgotten() -> None:
 
 def test_no_logprobs_and_zero_logprobs_are_not_the_same() -> None:
     for value in (None, 0):
-        assert sampling_from_pb(sampling_to_pb(SamplingParams(max_tokens=1, seed=0, logprobs=value))).logprobs is value
+        params = SamplingParams(max_tokens=1, seed=0, logprobs=value, prompt_logprobs=value)
+        arrived = sampling_from_pb(sampling_to_pb(params))
+        assert arrived.logprobs is arrived.prompt_logprobs is value
 
 
 def test_what_arrives_is_checked_as_any_other() -> None:

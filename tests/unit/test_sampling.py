@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
 from core.sampling import (
+    MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
+    choice_seed,
     uniform_draw,
 )
 
@@ -24,6 +26,7 @@ GOLDEN_DRAWS = [
     0.6487508310490744,
     0.9622429077364113,
 ]  # of release 0.1: a seed stands for the same answer for ever
+GOLDEN_SEEDS = [-1057213974847118239, 8377724174605511960]
 ACCEPTED: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
@@ -42,6 +45,13 @@ ACCEPTED: list[dict[str, Any]] = [
     {"seed": 2**63 - 1},
     {"logprobs": 0},
     {"logprobs": MAX_TOP_LOGPROBS},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": MAX_TOP_LOGPROBS},
+    *({field: value} for field in ("frequency_penalty", "presence_penalty") for value in (-2.0, -0.0, 2.0)),
+    {"repetition_penalty": 0.01},
+    {"repetition_penalty": 10.0},
+    {"logit_bias": tuple((token, 100.0) for token in range(MAX_LOGIT_BIAS))},
+    {"logit_bias": ((0, -100.0), (2**32, -0.0))},
     {"stop": ("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS},
     {"stop_token_ids": (1,) * MAX_STOP_TOKEN_IDS},
 ]
@@ -64,13 +74,27 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("seed", {"seed": -(2**63) - 1}),
     ("logprobs", {"logprobs": -1}),
     ("logprobs", {"logprobs": MAX_TOP_LOGPROBS + 1}),
+    ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("prompt_logprobs", {"prompt_logprobs": MAX_TOP_LOGPROBS + 1}),
+    *((field, {field: value}) for field in ("frequency_penalty", "presence_penalty") for value in (-2.001, 2.001)),
+    *(("repetition_penalty", {"repetition_penalty": value}) for value in (-1.0, 0.0, 0.0099, 10.01)),
+    *(("logit_bias", {"logit_bias": ((3, value),)}) for value in (-100.1, 100.1, math.nan, math.inf)),
+    ("logit_bias", {"logit_bias": ((3, 1.0), (4, 1.0), (3, 1.0))}),
+    ("logit_bias", {"logit_bias": tuple((token, 1.0) for token in range(MAX_LOGIT_BIAS + 1))}),
     ("stop", {"stop": ("",)}),
     ("stop", {"stop": ("x" * (MAX_STOP_CHARS + 1),)}),
     ("stop", {"stop": ("x",) * (MAX_STOP_STRINGS + 1)}),
     ("stop_token_ids", {"stop_token_ids": (1,) * (MAX_STOP_TOKEN_IDS + 1)}),
     *(
         (field, {field: value})
-        for field in ("temperature", "top_p", "min_p")
+        for field in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+        )
         for value in (math.nan, math.inf, -math.inf)
     ),
 ]
@@ -101,6 +125,14 @@ def test_a_draw_depends_on_seed_and_position_alone(seed: int, position: int) -> 
 
 def test_draws_of_golden_seeds() -> None:
     assert [uniform_draw(*pair) for pair in ((0, 0), (0, 1), (1, 0), (-1, 7))] == GOLDEN_DRAWS
+
+
+def test_each_answer_to_a_prompt_has_a_seed_of_its_own() -> None:
+    assert choice_seed(-7, 0) == -7
+    seeds = [choice_seed(seed, choice) for seed in (0, 1, -7, 2**63 - 1, -(2**63)) for choice in range(16)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert [choice_seed(1, 1), choice_seed(1, 2)] == GOLDEN_SEEDS
 
 
 @pytest.mark.parametrize("by", ["position", "seed"])
