@@ -1,0 +1,128 @@
+"""Baton beside its peers in one run: every program measured in turn, several rounds, one table of medians.
+
+Programs that measure themselves are commands; servers that already run are URLs (`openai_stream` asks them):
+
+    python -m bench.peers.compare --rounds 3 \\
+        --command "llama.cpp=/tmp/peers/llama/bin/python -m bench.peers.llama_cpp FILE.gguf" \\
+        --server vllm=http://127.0.0.1:8100 \\
+        --command "baton=.venv/bin/baton bench engine --model smollm2-135m-instruct"
+
+A command runs pinned to `--core` and ends its stdout with a benchmark's JSON line, whose results hold `decode` rows
+(batch, step_ms, tokens_per_s) and `prefill` rows (prompt_tokens, tokens_per_s). The client of a server runs on
+`--client-core`; the server is pinned by whoever starts it (`serve_vllm.sh`).
+"""
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+from bench.peers.report import BATCHES, PROMPTS, environment, finish, parser
+
+Figures = dict[str, float]  # metric -> value
+
+
+class Program(NamedTuple):
+    """One column of the table."""
+
+    name: str
+    command: list[str]
+    core: int
+
+
+def measure(program: Program) -> Figures:
+    """Run the program once, pinned.
+
+    Raises:
+        RuntimeError: it failed, or its last line is no result.
+    """
+    pinned = ["taskset", "--cpu-list", str(program.core), *program.command]
+    ran = subprocess.run(pinned, capture_output=True, text=True, check=False)  # noqa: S603
+    if ran.returncode != 0:
+        raise RuntimeError(f"{shlex.join(pinned)} ended with {ran.returncode}: {ran.stderr[-2000:]}")
+    line = json.loads(ran.stdout.splitlines()[-1])
+    if not line["ok"]:
+        raise RuntimeError(f"{program.name} calls its own result not ok: {line}")
+    return figures(line["results"])
+
+
+def figures(results: dict[str, list[dict[str, Any]]]) -> Figures:
+    """The rows every program measures, by the name they have in the table."""
+    found: Figures = {}
+    for row in results["decode"]:
+        if row["batch"] in BATCHES:
+            found[f"decode {row['batch']}, ms a token"] = row["step_ms"]
+            found[f"decode {row['batch']}, tokens/s"] = row["tokens_per_s"]
+    for row in results["prefill"]:
+        if row["prompt_tokens"] in PROMPTS:
+            found[f"prefill {row['prompt_tokens']}, tokens/s"] = row["tokens_per_s"]
+    return found
+
+
+def table(rounds: dict[str, list[Figures]], subject: str) -> str:
+    """Markdown: median (lowest to highest) of each program, then the subject's median over each other's."""
+    others = [name for name in rounds if name != subject]
+    lines = [
+        "| | " + " | ".join([*rounds, *(f"{subject} / {name}" for name in others)]) + " |",
+        "|---|" + "---|" * (len(rounds) + len(others)),
+    ]
+    for metric in rounds[subject][0]:
+        values = {name: [run[metric] for run in runs if metric in run] for name, runs in rounds.items()}
+        cells = [spread(values[name]) for name in rounds]
+        cells += [ratio(values[subject], values[name]) for name in others]
+        lines.append(f"| {metric} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    if not values:
+        return "not measured"
+    return f"{statistics.median(values):,.1f} ({min(values):,.1f} to {max(values):,.1f})"
+
+
+def ratio(values: list[float], others: list[float]) -> str:
+    if not values or not others:
+        return ""
+    return f"{statistics.median(values) / statistics.median(others):.2f}"
+
+
+def programs(args: Any) -> list[Program]:
+    """The commands and servers of the command line."""
+    found = []
+    for name, _, command in (given.partition("=") for given in args.command):
+        found.append(Program(name, shlex.split(command), args.core))
+    for name, _, url in (given.partition("=") for given in args.server):
+        client = [sys.executable, "-m", "bench.peers.openai_stream", url, "--model", args.model]
+        found.append(Program(name, client, args.client_core))
+    return found
+
+
+def main() -> None:
+    args_parser = parser("Measure several engines in turn and compare their medians.")
+    args_parser.add_argument("--command", action="append", default=[], metavar="NAME=COMMAND")
+    args_parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
+    args_parser.add_argument("--model", default="m", help="the name the servers serve it under")
+    args_parser.add_argument("--subject", default="baton", help="whose medians are divided by the others'")
+    args_parser.add_argument("--rounds", type=int, default=3)
+    args_parser.add_argument("--core", type=int, default=1, help="where commands run")
+    args_parser.add_argument("--client-core", type=int, default=0, help="where the client of a server runs")
+    args = args_parser.parse_args()
+
+    columns = programs(args)
+    if args.subject not in {column.name for column in columns}:
+        args_parser.error(f"--subject {args.subject}: not among the given commands and servers")
+    env = environment(rounds=args.rounds, commands={column.name: shlex.join(column.command) for column in columns})
+    rounds: dict[str, list[Figures]] = defaultdict(list)
+    for number in range(args.rounds):
+        for column in columns:
+            print(f"round {number + 1} of {args.rounds}: {column.name}", file=sys.stderr)
+            rounds[column.name].append(measure(column))
+    print(table(rounds, args.subject))
+    finish("peers.compare", env, {"rounds": rounds}, args.output)
+
+
+if __name__ == "__main__":
+    main()

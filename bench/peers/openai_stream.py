@@ -1,0 +1,137 @@
+"""A plain streaming client for any OpenAI-compatible server: gaps between tokens, tokens/s, time to the first token.
+
+Standard library only, from the repository root: `python -m bench.peers.openai_stream http://127.0.0.1:8100 --model M`.
+Prompts are random token ids, answers greedy and of fixed length. Definitions:
+- step_ms (decode): median over all streams of the time between the arrivals of two consecutive tokens of one stream.
+- tokens_per_s (decode): tokens that arrive while every stream is decoding, i.e. after the last stream's first token
+  and before the first stream's last one, per second. `whole_run_tokens_per_s` counts from the first request sent.
+- prefill: prompt tokens / time from sending a request to its first token, one request at a time.
+"""
+
+import http.client
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from bench.peers.report import (
+    BATCHES,
+    CONTEXT_TOKENS,
+    OUTPUT_TOKENS,
+    PREFILL_REPEATS,
+    PROMPTS,
+    decode_row,
+    environment,
+    finish,
+    parser,
+    prefill_row,
+    random_tokens,
+)
+
+TIMEOUT_S = 300.0  # of one read
+
+
+class Server(NamedTuple):
+    """Whom to ask, and which token ids it knows."""
+
+    url: str
+    model: str
+    vocabulary: int
+
+
+class Stream(NamedTuple):
+    """One finished answer: seconds on the clock of `time.perf_counter`."""
+
+    sent: float
+    arrivals: list[float]  # of each token
+
+
+def ask(server: Server, prompt: list[int], max_tokens: int) -> Stream:
+    """Stream one answer.
+
+    Raises:
+        RuntimeError: the server refused, or sent another number of tokens than was asked for.
+    """
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT_S)
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,  # an event may carry several tokens, and text alone does not tell how many
+    }
+    sent = time.perf_counter()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"{server.url} answered {response.status}: {response.read(500)!r}")
+    arrivals: list[float] = []
+    for line in response:
+        if line.startswith(b"data: {"):
+            now = time.perf_counter()
+            arrivals += [now] * num_tokens(json.loads(line.removeprefix(b"data: ")))
+    connection.close()
+    if len(arrivals) != max_tokens:
+        raise RuntimeError(f"{server.url} sent {len(arrivals)} tokens of {max_tokens}")
+    return Stream(sent, arrivals)
+
+
+def num_tokens(event: dict[str, Any]) -> int:
+    """Tokens in one event. Raises RuntimeError for an error event."""
+    if "error" in event:
+        raise RuntimeError(f"the server ended a stream with {event['error']}")
+    return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+
+
+def measure_decode(server: Server, concurrency: int) -> dict[str, Any]:
+    """`concurrency` requests sent at once, each to its last token."""
+    prompts = [random_tokens(CONTEXT_TOKENS, server.vocabulary) for _ in range(concurrency)]
+    with ThreadPoolExecutor(concurrency) as pool:
+        streams = list(pool.map(lambda prompt: ask(server, prompt, OUTPUT_TOKENS), prompts))
+    gaps = [b - a for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+    whole_s = max(stream.arrivals[-1] for stream in streams) - min(stream.sent for stream in streams)
+    row = decode_row(concurrency, statistics.median(gaps), steady_tokens_per_s(streams))
+    return row | {"whole_run_tokens_per_s": round(concurrency * OUTPUT_TOKENS / whole_s, 1)}
+
+
+def steady_tokens_per_s(streams: list[Stream]) -> float:
+    """Tokens a second while all streams decode; 0 when they never all did."""
+    begin = max(stream.arrivals[0] for stream in streams)
+    end = min(stream.arrivals[-1] for stream in streams)
+    inside = sum(begin < arrival <= end for stream in streams for arrival in stream.arrivals)
+    return inside / (end - begin) if end > begin else 0.0
+
+
+def measure_prefill(server: Server, prompt_tokens: int) -> dict[str, Any]:
+    """The median of PREFILL_REPEATS prompts, after one that is not counted."""
+    seconds = []
+    for _ in range(PREFILL_REPEATS + 1):
+        stream = ask(server, random_tokens(prompt_tokens, server.vocabulary), max_tokens=1)
+        seconds.append(stream.arrivals[0] - stream.sent)
+    return prefill_row(prompt_tokens, seconds[1:])
+
+
+def main() -> None:
+    args_parser = parser("Streams from an OpenAI-compatible server, timed at the client.")
+    args_parser.add_argument("url", help="e.g. http://127.0.0.1:8100")
+    args_parser.add_argument("--model", required=True, help="the name it is served under")
+    args_parser.add_argument("--vocabulary", type=int, default=49152, help="token ids are drawn below this")
+    args = args_parser.parse_args()
+
+    server = Server(args.url, args.model, args.vocabulary)
+    ask(server, random_tokens(CONTEXT_TOKENS, server.vocabulary), OUTPUT_TOKENS)  # warm-up
+    env = environment(url=server.url, model=server.model)
+    results = {
+        "decode": [measure_decode(server, concurrency) for concurrency in BATCHES],
+        "prefill": [measure_prefill(server, tokens) for tokens in PROMPTS],
+    }
+    finish("peers.openai_stream", env, results, args.output)
+
+
+if __name__ == "__main__":
+    main()
