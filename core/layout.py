@@ -3,9 +3,29 @@
 from dataclasses import asdict, dataclass
 
 from core.errors import ConfigError, FingerprintError
+from core.hashing import HASH_SCHEME
 
 PROTOCOL_VERSION = 1
+# Blocks a sequence gets room for beyond its known tokens when it is admitted (fewer if its answer is shorter). An answer that
+# grows longer takes what is there; when nothing is, somebody is preempted.
+GROWTH_BLOCKS = 16
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def growth_blocks(num_tokens: int, max_total_tokens: int, block_tokens: int, num_preemptions: int = 0) -> int:
+    """Blocks set aside for a sequence's growth when it is given blocks for its known tokens.
+
+    Twice as many after each preemption, and never more than it can use: so a sequence is preempted by its equals only a
+    few times before all it may ever need is set aside.
+
+    Args:
+        num_tokens: known now.
+        max_total_tokens: prompt and longest answer.
+        block_tokens: tokens in one block.
+        num_preemptions: how often it had to yield.
+    """
+    num_left = -(-max_total_tokens // block_tokens) - -(-num_tokens // block_tokens)
+    return max(min(GROWTH_BLOCKS << min(num_preemptions, 32), num_left), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +71,7 @@ class Fingerprint:
     layout: str = "block,layer,kv,head,token,dim"
     tp_rank: int = 0
     tp_size: int = 1
-    hash_scheme: str = "none"
+    hash_scheme: str = HASH_SCHEME
     protocol_version: int = PROTOCOL_VERSION
 
     def require_equal(self, other: "Fingerprint") -> None:

@@ -74,6 +74,13 @@ class ModelConfig:
         """Whether the checkpoint stores Q, K, V as one tensor, and gate and up as one."""
         return self.family == "phi3"
 
+    @property
+    def max_shared_prompt_tokens(self) -> int:
+        """Longest prompt whose KV is that of any other prompt with the same beginning: with dynamic scaling, longer ones
+        are rotated by their own length.
+        """
+        return self.rope.original_max_tokens if self.rope.kind == "dynamic" else self.max_context_tokens
+
     def kv_layout(self, block_tokens: int, dtype: str) -> KVLayout:
         """The layout of this model's KV blocks."""
         return KVLayout(

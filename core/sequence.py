@@ -11,16 +11,23 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """One sequence for an engine to run; its blocks are already reserved for all it may ever write."""
+    """One sequence for an engine to run.
+
+    The engine finds its blocks itself, unless its KV came from elsewhere: then `block_table` holds its known tokens, and
+    the references to those blocks, with `num_promised_blocks` set aside in the pool, become the engine's.
+    """
 
     sequence_id: str  # unique in the worker
     prompt: tuple[int, ...]
     sampling: SamplingParams  # max_tokens and seed are set
     eos_token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]  # holds prompt + max_tokens
+    block_table: tuple[int, ...] = ()
+    num_promised_blocks: int = 0
     num_computed_tokens: int = 0  # tokens whose KV is in the blocks already
     output: tuple[int, ...] = ()  # tokens sampled elsewhere: the first one, after a hand-off
     prefill_only: bool = False  # ends after one sampled token without a finish reason; the hand-off goes on elsewhere
+    priority: int = 0  # higher is sooner
+    hash_seed: bytes | None = None  # `core.hashing.hash_seed`; None: its blocks are neither found nor published
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +41,19 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """What one step gave one sequence. `has_ended` outputs are the last: after one, its blocks may be released."""
+    """What one step gave one sequence. `has_ended` outputs are the last: its blocks are back in the pool.
+
+    Except those of a `prefill_only` sequence: each of its outputs names them, and the references of the last one's belong
+    to whoever gets it, who releases them when the hand-off is over.
+    """
 
     sequence_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens this step computed; the first has none
     num_computed_tokens: int = 0  # KV in the blocks after this step
+    num_cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache when it first started
+    block_table: tuple[int, ...] = ()  # of a prefill_only sequence
     has_ended: bool = False
     finish_reason: FinishReason | None = None  # None with has_ended: a prefill_only sequence that goes on elsewhere
     matched_stop_id: int | None = None  # the EOS or stop token that ended it
@@ -55,6 +68,9 @@ class StepResult:
     num_waiting: int = 0  # sequences whose prompt is not computed yet
     num_running: int = 0  # sequences that decode
     num_waiting_tokens: int = 0  # prompt tokens not computed yet
+    num_preemptions: int = 0  # sequences that had to yield their blocks in this step
+    num_looked_up_tokens: int = 0  # known tokens of the sequences that started in this step,
+    num_found_tokens: int = 0  # and how many of them the prefix cache had
     step_s: float = 0.0
 
 

@@ -37,6 +37,7 @@ def build_engine(
     kv_memory_bytes: int,
     threads: int,
     limits: StepLimits,
+    swap_bytes: int = 0,
     load_progress: Progress | None = None,
 ) -> BuiltEngine:
     """Load a model, allocate its KV blocks and warm it up. Takes seconds.
@@ -47,6 +48,7 @@ def build_engine(
         dtype, device, block_tokens, threads: as for `load_runner`; device "auto" is cuda where there is one.
         num_blocks: KV blocks; 0: as many as `kv_memory_bytes` holds.
         limits: of one step.
+        swap_bytes: of host memory for the blocks of preempted sequences; 0: they are always computed anew.
         load_progress: told (bytes, total bytes) while weights are read.
     Raises:
         ConfigError: a value or a model that cannot work.
@@ -65,9 +67,11 @@ def build_engine(
         load_progress=load_progress,
     )
     loaded.runner.warm_up()
+    pool = BlockPool(loaded.kv_cache.num_blocks)
+    swap_memory = (loaded.kv_cache, swap_bytes) if swap_bytes else None
     return BuiltEngine(
-        engine=EngineLoop(loaded.runner, limits),
-        pool=BlockPool(loaded.kv_cache.num_blocks),
+        engine=EngineLoop(loaded.runner, limits, pool, block_tokens, swap_memory=swap_memory),
+        pool=pool,
         memory=loaded.kv_cache,
         layout=loaded.layout,
         fingerprint=loaded.fingerprint,

@@ -1,19 +1,34 @@
 """The engine's thread: intake -> plan -> run -> emit, one turn per step.
 
-A sequence is waiting (prompt not computed), decoding, or ended; it ends exactly once, with one `has_ended` output.
+A sequence is waiting (it has no blocks: not started, or preempted), computing its prompt, decoding, or ended; it ends
+exactly once, with one `has_ended` output.
 What other threads ask for (`submit`, `abort`, `stop`) goes through an inbox and takes effect at the border between two
 steps: when `run` has returned and before its results are emitted. So a step never sees its sequences change, an aborted
 sequence gets no more tokens, and the blocks of an ended one are no longer written.
+
+Blocks are given and taken at the same border, in one transaction on the pool: what a plan saw is what it gets.
 """
 
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from core.clock import Clock, monotonic
 from core.errors import BatonError
-from core.sequence import FinishReason, SequenceOutput, SequenceSpec, StepListener, StepResult
+from core.sequence import (
+    BlockMemory,
+    FinishReason,
+    SequenceOutput,
+    SequenceSpec,
+    StepListener,
+    StepResult,
+    TokenLogprobs,
+)
+from engine.block_pool import BlockPool
+from engine.holdings import Holdings
+from engine.host_swap import HostSwap, Rates
 from engine.plan import Runner, Sampled, StepPlan
 from engine.scheduler import Plan, StepLimits, plan_step
 from engine.sequence import Sequence
@@ -21,27 +36,50 @@ from engine.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
 
+# Fewer prompt tokens in a step say little about how fast they are computed.
+_MIN_MEASURED_TOKENS = 64
+
 Message = SequenceSpec | str  # a sequence to add, or the id of one to abort
 
 
 class EngineLoop:
     """`core.sequence.Engine` over any runner.
 
-    The number of sequences is not limited here: each comes with its blocks reserved, so there are never more of them
-    than the pool has blocks, and a service that wants a shorter queue refuses before it reserves.
+    The number of sequences is not limited here: a service that wants a shorter queue refuses before it submits. A sequence
+    that needs more blocks than the pool has ends with an error.
 
     Args:
         runner: computes plans; only the engine's thread calls it.
         limits: of one step.
+        pool: the blocks of the runner's memory.
+        block_tokens: tokens in one block.
+        swap_memory: the blocks' bytes and how many bytes of host memory preempted sequences may be swapped to; None: they
+            are always computed anew.
         plan: chooses a step; `plan_step` unless a worker needs another order.
         clock: for `step_s` and `stalled_s`.
     """
 
-    def __init__(self, runner: Runner, limits: StepLimits, plan: Plan = plan_step, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        limits: StepLimits,
+        pool: BlockPool,
+        block_tokens: int,
+        *,
+        swap_memory: tuple[BlockMemory, int] | None = None,
+        plan: Plan = plan_step,
+        clock: Clock = monotonic,
+    ) -> None:
         self._runner = runner
         self._limits = limits
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._rates = Rates()
+        swap = swap_memory and HostSwap(*swap_memory, self._rates.note_copied, clock)
+        self._holdings = Holdings(pool, block_tokens, swap, self._rates)
         self._plan = plan
         self._clock = clock
+        self._num_submitted = 0
         self._inbox = _Inbox()
         self._live: dict[str, Sequence] = {}  # oldest first; changed by the engine's thread only
         self._listener: StepListener | None = None
@@ -54,6 +92,7 @@ class EngineLoop:
         An exception of the listener is logged and the engine goes on: one step's outputs are lost, not the engine.
         """
         assert self._thread is None, "an engine starts once"
+        self._pool.when_room(self._inbox.wake)
         self._listener = listener
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
@@ -66,10 +105,12 @@ class EngineLoop:
         assert self._listener is not None, "submit before start"
         assert spec.prompt, f"{spec.sequence_id}: empty prompt"
         assert spec.sampling.max_tokens is not None, f"{spec.sequence_id}: max_tokens is not set"
-        assert spec.num_computed_tokens < len(spec.prompt) + len(spec.output), f"{spec.sequence_id}: nothing to compute"
+        num_tokens = len(spec.prompt) + len(spec.output)
+        assert spec.num_computed_tokens < num_tokens, f"{spec.sequence_id}: nothing to compute"
+        assert spec.num_computed_tokens <= len(spec.block_table) * self._block_tokens, f"{spec.sequence_id}: no blocks"
         assert spec.sequence_id not in self._live, f"{spec.sequence_id} is running"
         if not self._inbox.put(spec):
-            self._emit(StepResult(outputs=[_ended(Sequence(spec), "abort")]))
+            self._emit(StepResult(outputs=[self._ended(Sequence(spec), "abort")]))
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence at the next step border with finish_reason "abort"; unknown or ended ids are ignored."""
@@ -99,13 +140,14 @@ class EngineLoop:
             self._step_started = -math.inf
         self._inbox.close()
         outputs = self._intake(self._inbox.take(wait=False))
-        outputs += [_ended(sequence, reason, error) for sequence in self._live.values()]
+        outputs += [self._ended(sequence, reason, error) for sequence in self._live.values()]
         self._live.clear()
         self._emit(StepResult(outputs=outputs))
 
     def _turn(self) -> None:
-        """One step, or a sleep until a message comes, and everything that happens at the border after it."""
-        plan = self._plan(self._live.values(), self._limits)
+        """One step, or a sleep until a message or room comes, and everything that happens at the border after it."""
+        with self._pool:
+            plan, num_looked_up, num_found = self._schedule()
         results: list[Sampled] | str = []
         step_s = 0.0
         if plan.chunks:
@@ -113,13 +155,39 @@ class EngineLoop:
             results = self._run(plan)
             self._step_started = None
             step_s = self._clock() - started
-        outputs = self._intake(self._inbox.take(wait=not plan.chunks))
+        can_rest = not plan.chunks and not plan.preempted
+        outputs = self._intake(self._inbox.take(wait=can_rest))
         if isinstance(results, str):
             outputs += self._fail(plan, results)
         else:
+            self._measure(plan, step_s)
             outputs += self._advance(plan, results)
-        if outputs:
-            self._emit(self._result(outputs, step_s))
+        if outputs or plan.preempted:
+            waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
+            self._emit(
+                StepResult(
+                    outputs=outputs,
+                    num_waiting=len(waiting),
+                    num_running=len(self._live) - len(waiting),
+                    num_waiting_tokens=sum(waiting),
+                    num_preemptions=len(plan.preempted),
+                    num_looked_up_tokens=num_looked_up,
+                    num_found_tokens=num_found,
+                    step_s=step_s,
+                )
+            )
+
+    def _schedule(self) -> tuple[StepPlan, int, int]:
+        """The next plan, with its blocks given and taken; and how many tokens were looked up and found in the cache."""
+        for sequence in self._live.values():
+            if sequence.has_blocks and not sequence.is_decoding:
+                self._holdings.skip_cached(sequence)
+        plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
+        looked_up, found = self._holdings.apply(plan)
+        if plan.chunks:
+            for sequence in self._live.values():
+                sequence.num_waited_steps += not sequence.has_blocks
+        return plan, looked_up, found
 
     def _run(self, plan: StepPlan) -> list[Sampled] | str:
         """The runner's results, or the error that ends the sequences of this plan and no other."""
@@ -135,74 +203,93 @@ class EngineLoop:
             return f"engine step failed: {type(error).__name__}"
         return results
 
+    def _measure(self, plan: StepPlan, step_s: float) -> None:
+        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
+        if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
+            self._rates.note_computed(num_tokens, step_s)
+
     def _intake(self, messages: list[Message]) -> list[SequenceOutput]:
         """Add and abort sequences; returns the outputs of those that this ended."""
         outputs = []
         for message in messages:
             if isinstance(message, SequenceSpec):
-                sequence = Sequence(message)
+                self._num_submitted += 1
+                sequence = Sequence(message, self._num_submitted)
                 finish = finish_reason(sequence)
-                if finish.reason is None:
+                num_blocks = -(-sequence.max_total_tokens // self._block_tokens)
+                if finish.reason is not None:  # the token it came with ended it already
+                    outputs.append(self._ended(sequence, finish.reason, matched_stop_id=finish.matched_stop_id))
+                elif num_blocks > self._pool.num_total:
+                    error = f"the sequence may need {num_blocks} KV blocks; the pool has {self._pool.num_total}"
+                    outputs.append(self._ended(sequence, "error", error))
+                else:
                     self._live[message.sequence_id] = sequence
-                else:  # the token it came with ended it already
-                    outputs.append(_ended(sequence, finish.reason, matched_stop_id=finish.matched_stop_id))
+                    self._holdings.publish(sequence)  # what came from elsewhere
             elif (aborted := self._live.pop(message, None)) is not None:
-                outputs.append(_ended(aborted, "abort"))
+                outputs.append(self._ended(aborted, "abort"))
         return outputs
 
-    def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterator[SequenceOutput]:
+    def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterable[SequenceOutput]:
         """Put a step's results into its sequences; those aborted while it ran get nothing."""
         for chunk, sampled in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
             if sequence.spec.sequence_id not in self._live:
                 continue
-            sequence.num_computed_tokens += chunk.num_tokens
             if sampled.error:
                 del self._live[sequence.spec.sequence_id]
-                yield _ended(sequence, "error", sampled.error)
+                yield self._ended(sequence, "error", sampled.error)
                 continue
+            prompt_logprobs = _news(sequence, sampled)
+            sequence.num_computed_tokens += chunk.num_tokens
+            self._holdings.publish(sequence)
             if sampled.token_id is None:
-                yield SequenceOutput(
-                    sequence_id=sequence.spec.sequence_id,
-                    num_computed_tokens=sequence.num_computed_tokens,
-                    prompt_logprobs=sampled.prompt_logprobs,
-                )
+                yield self._output(sequence, prompt_logprobs=prompt_logprobs)
                 continue
             sequence.token_ids.append(sampled.token_id)
             finish = finish_reason(sequence)
             has_ended = finish.reason is not None or sequence.spec.prefill_only
-            if has_ended:
-                del self._live[sequence.spec.sequence_id]
-            yield SequenceOutput(
-                sequence_id=sequence.spec.sequence_id,
+            output = self._output(
+                sequence,
                 token_ids=(sampled.token_id,),
                 logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
-                prompt_logprobs=sampled.prompt_logprobs,
-                num_computed_tokens=sequence.num_computed_tokens,
+                prompt_logprobs=prompt_logprobs,
                 has_ended=has_ended,
                 finish_reason=finish.reason,
                 matched_stop_id=finish.matched_stop_id,
             )
+            if has_ended:
+                del self._live[sequence.spec.sequence_id]
+                self._holdings.end(sequence)
+            yield output
 
     def _fail(self, plan: StepPlan, error: str) -> Iterator[SequenceOutput]:
         """End the sequences of a step that failed; the others go on."""
         for chunk in plan.chunks:
             if self._live.pop(chunk.sequence.spec.sequence_id, None) is not None:
-                yield _ended(chunk.sequence, "error", error)
+                yield self._ended(chunk.sequence, "error", error)
 
-    def _result(self, outputs: list[SequenceOutput], step_s: float) -> StepResult:
-        waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
-        return StepResult(
-            outputs=outputs,
-            num_waiting=len(waiting),
-            num_running=len(self._live) - len(waiting),
-            num_waiting_tokens=sum(waiting),
-            step_s=step_s,
+    def _ended(
+        self, sequence: Sequence, reason: FinishReason, error: str = "", matched_stop_id: int | None = None
+    ) -> SequenceOutput:
+        """The last output of a sequence that is not live any more; lets go of what it had."""
+        output = self._output(
+            sequence, has_ended=True, finish_reason=reason, matched_stop_id=matched_stop_id, error=error
+        )
+        self._holdings.end(sequence)
+        return output
+
+    def _output(self, sequence: Sequence, **news: Any) -> SequenceOutput:
+        return SequenceOutput(
+            sequence_id=sequence.spec.sequence_id,
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_cached_tokens=min(sequence.num_cached_tokens or 0, len(sequence.spec.prompt) - 1),
+            block_table=tuple(sequence.block_table) if sequence.spec.prefill_only else (),
+            **news,
         )
 
     def _emit(self, result: StepResult) -> None:
         assert self._listener is not None, "emit before start"
-        if not result.outputs:
+        if not result.outputs and not result.num_preemptions:
             return
         try:
             self._listener(result)
@@ -216,6 +303,7 @@ class _Inbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._messages: list[Message] = []
+        self._is_woken = False
         self.is_closed = False
 
     def put(self, message: Message) -> bool:
@@ -226,10 +314,17 @@ class _Inbox:
                 self._changed.notify()
             return not self.is_closed
 
-    def take(self, *, wait: bool) -> list[Message]:
-        """All messages; with `wait`, sleeps until there is one or the inbox is closed."""
+    def wake(self) -> None:
+        """End the next or the present wait of `take` without a message: something else changed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._messages or self.is_closed or not wait)
+            self._is_woken = True
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> list[Message]:
+        """All messages; with `wait`, sleeps until there is one, or `wake`, or the inbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._is_woken or self.is_closed or not wait)
+            self._is_woken = False
             messages, self._messages = self._messages, []
             return messages
 
@@ -240,14 +335,12 @@ class _Inbox:
             self._changed.notify()
 
 
-def _ended(
-    sequence: Sequence, reason: FinishReason, error: str = "", matched_stop_id: int | None = None
-) -> SequenceOutput:
-    return SequenceOutput(
-        sequence_id=sequence.spec.sequence_id,
-        num_computed_tokens=sequence.num_computed_tokens,
-        has_ended=True,
-        finish_reason=reason,
-        matched_stop_id=matched_stop_id,
-        error=error,
+def _news(sequence: Sequence, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities of prompt tokens that were not given out before: a preempted prompt is computed twice."""
+    if not sampled.prompt_logprobs:
+        return ()
+    num_known = sequence.num_prompt_logprobs - sequence.num_computed_tokens  # entry i is of the token after position i
+    sequence.num_prompt_logprobs = max(
+        sequence.num_prompt_logprobs, sequence.num_computed_tokens + len(sampled.prompt_logprobs)
     )
+    return sampled.prompt_logprobs[max(num_known, 0) :]

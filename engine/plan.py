@@ -22,10 +22,21 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A waiting sequence that gets its blocks before the step, with some set aside for its growth."""
+
+    sequence: Sequence
+    num_promised_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Decodes first, then prompt chunks. Empty: nothing to do."""
+    """Decodes first, then prompt chunks. Without chunks: nothing can run now."""
 
     chunks: Seq[Chunk] = ()
+    preempted: Seq[Sequence] = ()  # yield their blocks before the step
+    starts: Seq[Start] = ()
+    num_kept_blocks: int = 0  # to be left by newcomers for the first sequence that waits for room
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class ScriptedEngine(NamedTuple):
 
 
 def scripted_engine(
-    *, num_blocks: int = 64, layout: KVLayout | None = None, limits: StepLimits | None = None
+    *, num_blocks: int = 64, layout: KVLayout | None = None, limits: StepLimits | None = None, swap_bytes: int = 0
 ) -> ScriptedEngine:
     """Build one; set the fields of `.runner` (script, gate, delays, failures) before `.loop.start(listener)`.
 
@@ -241,9 +241,17 @@ def scripted_engine(
         num_blocks: of the memory and the pool.
         layout: None: `scripted_layout()`.
         limits: None: 64 tokens and 8 sequences a step.
+        swap_bytes: of host memory for preempted sequences.
     """
     layout = layout or scripted_layout()
     memory = ByteMemory(num_blocks, layout)
     runner = ScriptedRunner(memory=memory, layout=layout)
-    loop = EngineLoop(runner, limits or StepLimits(max_batched_tokens=64, max_sequences=8))
-    return ScriptedEngine(loop, runner, memory, BlockPool(num_blocks), layout)
+    pool = BlockPool(num_blocks)
+    loop = EngineLoop(
+        runner,
+        limits or StepLimits(max_batched_tokens=64, max_sequences=8),
+        pool,
+        layout.block_tokens,
+        swap_memory=(memory, swap_bytes) if swap_bytes else None,
+    )
+    return ScriptedEngine(loop, runner, memory, pool, layout)

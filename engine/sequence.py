@@ -1,22 +1,37 @@
-"""One sequence while the engine runs it. The loop owns it; a runner only reads it."""
+"""One sequence while the engine runs it. The loop owns it; a runner only reads it, all but `counts`."""
 
 from dataclasses import dataclass, field
 
+from core.hashing import hash_blocks
 from core.sequence import SequenceSpec
+from engine.token_counts import TokenCounts
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """States, derived and not stored: waiting (prompt not fully computed), decoding (one token a step), ended."""
+    """States, derived and not stored: waiting (no blocks: not started, or preempted), computing its prompt, decoding (one
+    token a step), ended.
+    """
 
     spec: SequenceSpec
+    number: int = 0  # order of arrival
     token_ids: list[int] = field(init=False)  # prompt, then output
     block_table: list[int] = field(init=False)  # holds every computed token, and those of the next step
+    num_promised_blocks: int = field(init=False)  # set aside in the pool for its growth
     num_computed_tokens: int = field(init=False)
+    counts: TokenCounts | None = None  # for penalties: the sampler's, kept here so that it ends with the sequence
+    num_cached_tokens: int | None = None  # found when it first started; None: not started yet
+    num_published_blocks: int = 0
+    num_waited_steps: int = 0
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # given out
+    swap_slots: list[int] = field(default_factory=list)  # where its computed blocks are while it is preempted
+    _hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.spec.prompt, *self.spec.output]
         self.block_table = list(self.spec.block_table)
+        self.num_promised_blocks = self.spec.num_promised_blocks
         self.num_computed_tokens = self.spec.num_computed_tokens
 
     @property
@@ -25,11 +40,42 @@ class Sequence:
         return len(self.token_ids) - len(self.spec.prompt)
 
     @property
+    def max_total_tokens(self) -> int:
+        """Most tokens whose KV it may ever write."""
+        if self.spec.prefill_only:
+            return len(self.token_ids)
+        assert self.spec.sampling.max_tokens is not None, f"{self.spec.sequence_id}: max_tokens is not set"
+        return len(self.spec.prompt) + self.spec.sampling.max_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not in the blocks yet; 1 for a decoding sequence."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether it has started, and was not preempted since."""
+        return bool(self.block_table)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether the next step computes just the newest token."""
         return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    def hashes(self, block_tokens: int) -> list[bytes]:
+        """The hash of each full block of known tokens; none where its blocks are nobody else's business."""
+        if self.spec.hash_seed is None:
+            return []
+        num_hashed = len(self._hashes)
+        if len(self.token_ids) - num_hashed * block_tokens >= block_tokens:
+            parent = self._hashes[-1] if self._hashes else self.spec.hash_seed
+            self._hashes += hash_blocks(parent, self.token_ids[num_hashed * block_tokens :], block_tokens)
+        return self._hashes
+
+    def reusable_hashes(self, block_tokens: int) -> list[bytes]:
+        """Of the blocks it may take from the cache: not the one with its newest token, which must be computed to go on,
+        and none while log-probabilities of its prompt are owed.
+        """
+        if self.spec.sampling.prompt_logprobs is not None and self.num_output_tokens == 0:
+            return []
+        return self.hashes(block_tokens)[: (len(self.token_ids) - 1) // block_tokens]

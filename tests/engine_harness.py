@@ -46,7 +46,7 @@ class Recorder:
 def spec(
     parts: ScriptedEngine, name: str, prompt: Iterable[int], *, prefill_only: bool = False, **sampling: object
 ) -> SequenceSpec:
-    """A sequence with its blocks reserved."""
+    """A sequence whose blocks may be shared."""
     params = SamplingParams(**{"max_tokens": 3, "temperature": 0.0, "seed": 0, **sampling})  # type: ignore[arg-type]
     prompt = tuple(prompt)
     assert params.max_tokens is not None
@@ -55,8 +55,8 @@ def spec(
         prompt=prompt,
         sampling=params,
         eos_token_ids=(EOS,),
-        block_table=tuple(parts.pool.acquire(parts.layout.blocks_for(len(prompt) + params.max_tokens))),
         prefill_only=prefill_only,
+        hash_seed=b"tests",
     )
 
 

@@ -253,6 +253,7 @@ class Stack:
             capacity=Capacity(
                 total_blocks=num_blocks, max_sequences=max_sequences, max_model_len=CONTEXT, vocab_size=VOCAB_SIZE
             ),
+            max_cached_prompt_tokens=CONTEXT,
         )
         worker = Worker(role, engine, GatedTransport(self._make_transport()), self.registry())
 

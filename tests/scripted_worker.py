@@ -40,6 +40,7 @@ def load(blocks: int, step_ms: float) -> EngineParts:
         fingerprint=fingerprint(),
         eos_token_ids=(EOS,),
         capacity=capacity,
+        max_cached_prompt_tokens=CONTEXT_TOKENS,
     )
 
 

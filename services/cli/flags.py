@@ -57,11 +57,17 @@ def arguments_of(options: Any, without: tuple[str, ...] = ()) -> list[str]:
     arguments = []
     for field in fields(options):
         value = getattr(options, field.name)
-        if field.name not in without and value != field.default:
-            arguments += [f"--{field.name.replace('_', '-')}", str(value)]
+        name = field.name.replace("_", "-")
+        if field.name in without or value == field.default:
+            continue
+        arguments += (
+            [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        )
     return arguments
 
 
 def _parameter(name: str, hint: Any, default: Any, text: str) -> inspect.Parameter:
-    option = typer.Option(f"--{name.replace('_', '-')}", envvar=f"BATON_{name.upper()}", help=text)
+    flag = f"--{name.replace('_', '-')}"
+    spelled = f"{flag}/--no-{name.replace('_', '-')}" if hint is bool else flag
+    option = typer.Option(spelled, envvar=f"BATON_{name.upper()}", help=text)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])

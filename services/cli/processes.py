@@ -125,6 +125,7 @@ def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
             kv_memory_bytes=parse_size(options.kv_memory),
             threads=options.threads,
             limits=limits,
+            swap_bytes=parse_size(options.swap_memory),
             load_progress=lambda done, total: report("load", done, total),
         )
     capacity = Capacity(
@@ -141,4 +142,5 @@ def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
         fingerprint=built.fingerprint,
         eos_token_ids=built.config.eos_token_ids,
         capacity=capacity,
+        max_cached_prompt_tokens=built.config.max_shared_prompt_tokens if options.prefix_cache else 0,
     )

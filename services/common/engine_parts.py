@@ -16,6 +16,8 @@ class EngineParts:
         engine, pool, memory, layout: what computes, and where.
         fingerprint: of the blocks.
         eos_token_ids, capacity: of the model and this worker.
+        max_cached_prompt_tokens: longer prompts share no blocks, since what their blocks hold depends on their length; 0:
+            there is no prefix cache.
     """
 
     engine: Engine
@@ -25,3 +27,4 @@ class EngineParts:
     fingerprint: Fingerprint
     eos_token_ids: tuple[int, ...]
     capacity: Capacity
+    max_cached_prompt_tokens: int

@@ -1,15 +1,16 @@
 """What a worker holds for each sequence, and the one path that gives it back.
 
-A holding starts with blocks and the uses that keep them: "transfer" while the KV session may read or write them,
-"engine" while a step may. Ending a use twice is harmless; when the last one ends the blocks return, whatever ended it:
-the answer's end, a cancel, a deadline, a dead peer or a dead router.
+A holding has uses: "transfer" while the KV session may read or write its blocks, "engine" while the engine has the
+sequence. Its blocks are those of the transfer (the engine holds its own) and return when that has ended; its slot returns
+with the last use. Ending a use twice is harmless, whatever ended it: the answer's end, a cancel, a deadline, a dead peer or
+a dead router.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from core.errors import CancelledError, CapacityError, DuplicateRequestError
 
@@ -20,21 +21,43 @@ Detail = TypeVar("Detail")
 
 
 class Blocks(Protocol):
-    """The block pool, as far as the ledger needs it."""
+    """The block pool, as far as a service needs it; see `engine.block_pool.BlockPool`."""
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks nobody holds, those with cached content included."""
+
+    @property
+    def num_cached(self) -> int:
+        """Of them: those with cached content."""
+
+    @property
+    def num_admissible(self) -> int:
+        """Blocks a newcomer could have."""
 
     @property
     def num_total(self) -> int:
         """All blocks."""
 
-    def acquire(self, n: int) -> list[int]:
-        """Take n or raise CapacityError."""
+    def admit(self, num_blocks: int, hashes: Sequence[bytes], promise: int) -> tuple[list[int], int]:
+        """Hold blocks, cached ones first, or raise CapacityError; returns them and how many are cached."""
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def require(self, num_blocks: int, hashes: Sequence[bytes], promise: int) -> None:
+        """Raise CapacityError where `admit` would."""
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Hold blocks once more."""
+
+    def release(self, blocks: Sequence[int], promise: int = 0) -> None:
         """Give back."""
+
+
+class Claim(NamedTuple):
+    """What a sequence needs of the pool to begin."""
+
+    num_blocks: int  # for its known tokens
+    hashes: Sequence[bytes]  # of those blocks that may be found cached
+    promise: int  # blocks set aside for its growth
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -43,7 +66,9 @@ class Holding(Generic[Detail]):
 
     sequence_id: str
     router_id: str
-    blocks: list[int]
+    blocks: list[int]  # held for the transfer
+    num_cached_blocks: int  # of them: the first ones, whose KV was here already
+    num_promised_blocks: int  # set aside for its growth, until the engine has them
     uses: set[Use]
     detail: Detail  # what only the worker's role knows
     num_published_tokens: int = 0
@@ -87,9 +112,12 @@ class Ledger(Generic[Detail]):
         return self._holdings.get(sequence_id)
 
     def admit(
-        self, sequence_id: str, router_id: str, num_blocks: int, timeout_s: float, uses: set[Use], detail: Detail
+        self, sequence_id: str, router_id: str, claim: Claim, timeout_s: float, uses: set[Use], detail: Detail
     ) -> Holding[Detail]:
-        """Take blocks and a slot for a sequence; its deadline starts now.
+        """Take a slot for a sequence, and blocks if a transfer will write them; its deadline starts now.
+
+        Where the engine will find the blocks itself, room for them is only looked for: a sequence that would wait for it
+        had better wait at its router, which may know another worker.
 
         Raises:
             CapacityError: no slot or not enough blocks; nothing is held then.
@@ -102,10 +130,19 @@ class Ledger(Generic[Detail]):
             raise CancelledError(f"sequence {sequence_id} was aborted before it arrived")
         if len(self._holdings) >= self.max_sequences:
             raise CapacityError(f"{len(self._holdings)} sequences held, max_sequences={self.max_sequences}")
+        blocks: list[int] = []
+        num_cached = promise = 0
+        if "engine" in uses:
+            self.pool.require(*claim)
+        else:
+            blocks, num_cached = self.pool.admit(*claim)
+            promise = claim.promise
         holding = Holding(
             sequence_id=sequence_id,
             router_id=router_id,
-            blocks=self.pool.acquire(num_blocks),
+            blocks=blocks,
+            num_cached_blocks=num_cached,
+            num_promised_blocks=promise,
             uses=set(uses),
             detail=detail,
         )
@@ -114,13 +151,16 @@ class Ledger(Generic[Detail]):
         return holding
 
     def end_use(self, holding: Holding[Detail], use: Use) -> None:
-        """One use is over; with the last one everything returns."""
+        """One use is over; with the transfer the blocks return, with the last one the slot."""
         holding.uses.discard(use)
+        if "transfer" not in holding.uses:
+            blocks, promise = holding.blocks, holding.num_promised_blocks
+            holding.blocks, holding.num_promised_blocks = [], 0
+            self.pool.release(blocks, promise)
         if not holding.uses and self._holdings.get(holding.sequence_id) is holding:
             del self._holdings[holding.sequence_id]
             if holding.timer is not None:
                 holding.timer.cancel()
-            self.pool.release(holding.blocks)
             self._on_release()
 
     def bury(self, sequence_id: str) -> None:

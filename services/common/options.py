@@ -93,6 +93,10 @@ class EngineOptions:
     block_tokens: int = flag(16, "Tokens in one KV block; equal on both pools.")
     kv_memory: str = flag("1GiB", "Memory for KV blocks, e.g. 2GiB.")
     kv_blocks: int = flag(0, "KV blocks; 0: as many as --kv-memory holds.")
+    prefix_cache: bool = flag(True, "Share the KV of equal prefixes between requests and keep it while there is room.")
+    swap_memory: str = flag(
+        "1GiB", "Host memory for the KV of preempted sequences, taken when needed; 0: it is always computed anew."
+    )
     max_sequences: int = flag(64, "Sequences held at once; more are refused.")
     max_batched_tokens: int = flag(512, "Tokens computed in one step at most.")
     threads: int = flag(1, "Compute threads.")
@@ -104,6 +108,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         parse_size(self.kv_memory)
+        parse_size(self.swap_memory)
         if self.kv_bind and not self.kv_bind.startswith(("tcp://", "ipc://")):
             raise ConfigError(
                 f"kv_bind={self.kv_bind!r}: must be tcp://HOST:PORT or ipc://PATH; port 0 picks a free one"

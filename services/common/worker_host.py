@@ -12,10 +12,12 @@ from typing import Any, Generic
 
 from baton.v1 import worker_pb2
 from core.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError, status_of
-from core.sequence import SequenceOutput, StepResult
-from services.common.convert import logprobs_to_pb
+from core.hashing import hash_blocks, hash_seed
+from core.layout import growth_blocks
+from core.sequence import SequenceOutput, SequenceSpec, StepResult
+from services.common.convert import logprobs_to_pb, sampling_from_pb
 from services.common.engine_parts import EngineParts
-from services.common.ledger import Detail, Holding, Ledger, Use
+from services.common.ledger import Claim, Detail, Holding, Ledger, Use
 from services.common.router_streams import RouterStreams
 from services.common.rpc import hidden_bug
 from services.common.worker_metrics import WorkerMetrics
@@ -51,6 +53,7 @@ class WorkerHost(Generic[Detail]):
     ) -> None:
         self.engine = parts.engine
         self.capacity = parts.capacity
+        self._parts = parts
         self.ledger: Ledger[Detail] = Ledger(parts.pool, parts.capacity.max_sequences, self._expire, self._released)
         self.streams = RouterStreams(self.load, self._router_left)
         self.is_draining = False
@@ -76,9 +79,26 @@ class WorkerHost(Generic[Detail]):
 
         self.engine.start(from_engine_thread)
 
-    def admit(self, message: worker_pb2.Sequence, num_blocks: int, uses: set[Use], detail: Detail) -> Holding[Detail]:
-        """Check a sequence against this worker's limits and hold blocks for it.
+    def spec(self, message: worker_pb2.Sequence) -> SequenceSpec:
+        """A sequence as the engine takes it, nothing of it computed. Raises InvalidRequestError."""
+        return SequenceSpec(
+            sequence_id=message.sequence_id,
+            prompt=tuple(message.prompt),
+            output=tuple(message.output),
+            sampling=sampling_from_pb(message.sampling),
+            eos_token_ids=self._parts.eos_token_ids,
+            priority=message.priority,
+            hash_seed=self._hash_seed(message),
+        )
 
+    def admit(self, message: worker_pb2.Sequence, max_tokens: int, uses: set[Use], detail: Detail) -> Holding[Detail]:
+        """Check a sequence against this worker's limits and take it.
+
+        Args:
+            message: from the router.
+            max_tokens: most tokens whose KV it may need here, those it comes with included.
+            uses: who has it first.
+            detail: what only the role knows.
         Raises:
             ServingError: it is not taken, and nothing is held.
         """
@@ -105,16 +125,47 @@ class WorkerHost(Generic[Detail]):
             raise InvalidRequestError(
                 "token_ids", f"{highest} is not below the vocabulary size {self.capacity.vocab_size}"
             )
+        num_blocks = self._parts.layout.blocks_for(max_tokens)
         if num_blocks > self.capacity.total_blocks:
             raise InvalidRequestError(
                 "prompt",
-                f"{num_tokens} tokens need {num_blocks} KV blocks; this worker has {self.capacity.total_blocks} in all",
+                f"{max_tokens} tokens need {num_blocks} KV blocks; this worker has {self.capacity.total_blocks} in all",
             )
         holding = self.ledger.admit(
-            message.sequence_id, message.router_id, num_blocks, message.timeout_ms / 1000, uses, detail
+            message.sequence_id,
+            message.router_id,
+            self._claim(message, max_tokens),
+            message.timeout_ms / 1000,
+            uses,
+            detail,
         )
         holding.num_published_tokens = len(message.output)
         return holding
+
+    def _hash_seed(self, message: worker_pb2.Sequence) -> bytes | None:
+        if len(message.prompt) > self._parts.max_cached_prompt_tokens:
+            return None
+        of = self._parts.fingerprint
+        return hash_seed(
+            model=of.model,
+            revision=of.revision,
+            weights_hash=of.weights_hash,
+            dtype=of.kv_dtype,
+            block_tokens=of.block_tokens,
+            adapter="",
+            tenant=message.tenant,
+            salt=message.cache_salt,
+        )
+
+    def _claim(self, message: worker_pb2.Sequence, max_tokens: int) -> Claim:
+        layout = self._parts.layout
+        known = (*message.prompt, *message.output)
+        seed = self._hash_seed(message)
+        return Claim(
+            layout.blocks_for(len(known)),
+            [] if seed is None else hash_blocks(seed, known, layout.block_tokens),
+            growth_blocks(len(known), max_tokens, layout.block_tokens),
+        )
 
     def abort(self, sequence_ids: Iterable[str]) -> None:
         """End sequences their router no longer wants; ids not here yet are refused when they come."""
@@ -156,6 +207,7 @@ class WorkerHost(Generic[Detail]):
             matched_stop_id=-1 if output.matched_stop_id is None else output.matched_stop_id,
             error_code="INTERNAL" if failed else "",
             error_message=output.error,
+            num_cached_tokens=output.num_cached_tokens,
         )
 
     def why_unready(self) -> str:
@@ -181,7 +233,7 @@ class WorkerHost(Generic[Detail]):
             running=running,
             waiting=held - running,
             waiting_tokens=step.num_waiting_tokens if held else 0,
-            free_blocks=self.ledger.pool.num_free,
+            free_blocks=self.ledger.pool.num_admissible,
             total_blocks=self.ledger.pool.num_total,
             peers=sorted(self._peers()),
             incarnation=self._incarnation,
@@ -199,7 +251,8 @@ class WorkerHost(Generic[Detail]):
         self._metrics.running.set(load.running)
         self._metrics.waiting.set(load.waiting)
         reserved = sum(len(holding.blocks) for holding in self.ledger if "engine" not in holding.uses)
-        self._metrics.set_blocks(load.free_blocks, load.total_blocks - load.free_blocks - reserved, reserved)
+        pool = self.ledger.pool
+        self._metrics.set_blocks(pool.num_free, pool.num_cached, pool.num_total, reserved)
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what is held finish for `timeout_s`, then end the rest and wait until it has let go."""
@@ -227,7 +280,7 @@ class WorkerHost(Generic[Detail]):
         on_output: Callable[[Holding[Detail], SequenceOutput, StepResult], worker_pb2.SequenceUpdate | None],
     ) -> None:
         self._last_step = result
-        self._metrics.step_seconds.observe(result.step_s)
+        self._metrics.note_step(result)
         updates: defaultdict[str, list[worker_pb2.SequenceUpdate]] = defaultdict(list)
         ended = []
         for output in result.outputs:

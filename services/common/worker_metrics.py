@@ -5,6 +5,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from core.sequence import StepResult
+
 TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -41,6 +43,13 @@ class WorkerMetrics:
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens sampled.")
+        self.preemptions = counter(
+            "vllm:num_preemptions", "Sequences that had to yield their KV blocks and go on later."
+        )
+        self.prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Tokens of starting sequences looked up in the cache."
+        )
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Tokens of starting sequences found in the prefix cache.")
         self.step_seconds = Histogram("baton_engine_step_seconds", "Duration of engine steps.", registry=registry)
         Gauge("vllm:cache_config_info", "The KV cache.", ["block_size", "num_gpu_blocks"], registry=registry).labels(
             str(block_tokens), str(total_blocks)
@@ -63,14 +72,25 @@ class WorkerMetrics:
         self._leases_expired = Counter("baton_kv_leases_expired", "KV leases nobody extended.", registry=registry)
         self._frames_dropped = Counter("baton_kv_frames_dropped", "KV frames dropped.", ["reason"], registry=registry)
 
-    def set_blocks(self, free: int, used: int, reserved: int) -> None:
-        """The pool's state: reserved blocks wait for KV that is on its way, used ones are computed or computing."""
-        self.blocks["free"].set(free)
-        self.blocks["used"].set(used)
+    def note_step(self, result: StepResult) -> None:
+        """Count what an engine step did."""
+        self.step_seconds.observe(result.step_s)
+        self.preemptions.inc(result.num_preemptions)
+        self.prefix_queries.inc(result.num_looked_up_tokens)
+        self.prefix_hits.inc(result.num_found_tokens)
+
+    def set_blocks(self, free: int, cached: int, total: int, reserved: int) -> None:
+        """The pool's state: reserved blocks wait for KV that is on its way, used ones are computed or computing, cached
+        ones nobody uses but their content is kept while there is room.
+
+        Args:
+            free: blocks that nobody holds, cached ones included.
+        """
+        self.blocks["free"].set(free - cached)
+        self.blocks["cached"].set(cached)
+        self.blocks["used"].set(total - free - reserved)
         self.blocks["reserved"].set(reserved)
-        self.blocks["cached"].set(0)
-        total = free + used + reserved
-        self.kv_usage.set((total - free) / total if total else 0.0)
+        self.kv_usage.set((total - free) / total)
 
     def copy_transfer_stats(self, stats: TransferStats) -> None:
         """Bring the transfer counters up to the totals that the transfer keeps itself."""

@@ -4,28 +4,32 @@ A sequence's states here, in order: reserved (blocks held, ticket given) -> rece
 engine decodes it) -> ended. `run` starts at the last but one, with nothing computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
 from core.errors import TransferError, UnavailableError
 from core.hashing import hash_tokens
-from core.sampling import SamplingParams
 from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
-from services.common.convert import sampling_from_pb
 from services.common.engine_parts import EngineParts
 from services.common.ledger import Holding, Use
 from services.common.worker_host import WorkerHost
 from services.common.worker_metrics import WorkerMetrics
 
 
+class Reserved(NamedTuple):
+    """What a reservation answers: where to send the KV, and how many of the prompt's first blocks are here already."""
+
+    ticket: Ticket
+    num_cached_blocks: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Detail:
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]  # what the client has from workers that are gone
-    sampling: SamplingParams
+    spec: SequenceSpec
     transfer_id: bytes = b""  # empty: no KV comes from elsewhere
     committed_at: float | None = None  # until the first decode step after it
 
@@ -52,7 +56,6 @@ class DecodeService:
     ) -> None:
         self._receiver = receiver
         self._layout = parts.layout
-        self._eos_token_ids = parts.eos_token_ids
         self._metrics = metrics
         self._clock = clock
         self.host: WorkerHost[_Detail] = WorkerHost(
@@ -67,14 +70,20 @@ class DecodeService:
         """Start the engine."""
         self.host.start(self._on_output)
 
-    def reserve(self, message: worker_pb2.Sequence) -> Ticket:
-        """Hold every block the answer may need and open the receiving end. Raises ServingError; nothing is held then."""
+    def reserve(self, message: worker_pb2.Sequence) -> Reserved:
+        """Hold blocks for a prompt, and some for its answer, and open the receiving end.
+
+        Raises:
+            ServingError: nothing is held then.
+        """
         holding = self._admit(message, {"transfer"})
-        known = holding.detail.prompt + holding.detail.output
+        spec = holding.detail.spec
+        self._metrics.prefix_queries.inc(len(spec.prompt) + len(spec.output))
+        self._metrics.prefix_hits.inc(holding.num_cached_blocks * self._layout.block_tokens)
         try:
             ticket: Ticket = self._receiver.open(
-                holding.blocks[: self._layout.blocks_for(len(known))],
-                hash_tokens(known),
+                holding.blocks[holding.num_cached_blocks :],
+                hash_tokens(spec.prompt + spec.output),
                 on_end=lambda outcome: self._on_transfer_end(holding, outcome),
                 on_commit=lambda committed: self._adopt(holding, committed),
             )
@@ -82,20 +91,17 @@ class DecodeService:
             self.host.ledger.end_use(holding, "transfer")
             raise UnavailableError(f"no KV can be received: {error}") from error
         holding.detail.transfer_id = ticket.transfer_id
-        return ticket
+        return Reserved(ticket, holding.num_cached_blocks)
 
     def run(self, message: worker_pb2.Sequence) -> None:
         """Compute a whole request here. Raises ServingError; nothing is held then."""
         holding = self._admit(message, {"engine"})
-        self._metrics.prompt_tokens.inc(len(holding.detail.prompt))
-        self._submit(holding, num_computed_tokens=0, output=holding.detail.output)
+        self._metrics.prompt_tokens.inc(len(message.prompt))
+        self.host.engine.submit(holding.detail.spec)
 
     def _admit(self, message: worker_pb2.Sequence, uses: set[Use]) -> Holding[_Detail]:
-        detail = _Detail(
-            prompt=tuple(message.prompt), output=tuple(message.output), sampling=sampling_from_pb(message.sampling)
-        )
-        num_blocks = self._layout.blocks_for(len(message.prompt) + message.sampling.max_tokens)
-        return self.host.admit(message, num_blocks, uses, detail)
+        max_tokens = len(message.prompt) + message.sampling.max_tokens
+        return self.host.admit(message, max_tokens, uses, _Detail(spec=self.host.spec(message)))
 
     def _adopt(self, holding: Holding[_Detail], committed: Committed) -> None:
         if committed.is_finished or holding.has_ended:
@@ -103,19 +109,17 @@ class DecodeService:
         holding.detail.committed_at = self._clock()
         holding.num_published_tokens += 1  # the first token went from prefill to the router
         holding.uses.add("engine")
-        output = (*holding.detail.output, committed.first_token)
-        self._submit(holding, num_computed_tokens=committed.num_prompt_tokens, output=output)
-
-    def _submit(self, holding: Holding[_Detail], num_computed_tokens: int, output: tuple[int, ...]) -> None:
+        # The engine's own hold: it may give the blocks up before the transfer's last word, or long after it.
+        self.host.ledger.pool.share(holding.blocks)
+        promise, holding.num_promised_blocks = holding.num_promised_blocks, 0
+        spec = holding.detail.spec
         self.host.engine.submit(
-            SequenceSpec(
-                sequence_id=holding.sequence_id,
-                prompt=holding.detail.prompt,
-                sampling=holding.detail.sampling,
-                eos_token_ids=self._eos_token_ids,
+            replace(
+                spec,
                 block_table=tuple(holding.blocks),
-                num_computed_tokens=num_computed_tokens,
-                output=output,
+                num_promised_blocks=promise,
+                num_computed_tokens=committed.num_prompt_tokens,
+                output=(*spec.output, committed.first_token),
             )
         )
 

@@ -21,7 +21,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     async def Reserve(self, request: worker_pb2.ReserveRequest, context: Context) -> worker_pb2.Ticket:
         """Hold blocks for a request and open the receiving end of its transfer."""
         try:
-            ticket = self._service.reserve(request.sequence)
+            ticket, num_cached_blocks = self._service.reserve(request.sequence)
         except ServingError as error:
             await rpc.abort_with(context, error)
         return worker_pb2.Ticket(
@@ -30,6 +30,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             endpoint=ticket.endpoint,
             num_blocks=ticket.num_blocks,
             lease_ms=ticket.lease_ms,
+            num_cached_blocks=num_cached_blocks,
         )
 
     async def Run(self, request: worker_pb2.RunRequest, context: Context) -> worker_pb2.Accepted:

@@ -1,18 +1,17 @@
 """The prefill worker: compute a prompt in chunks, push each chunk's blocks while the next one computes, hand over.
 
 A sequence's states here, in order: waiting -> computing -> handed over (first token sent, COMMIT sent) -> ended. Its blocks
-are held until the engine is done with them and the transfer has ended, whichever is later.
+are the engine's until the last chunk, then the holding's until the transfer has ended.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.v1 import worker_pb2
 from core.errors import InvalidRequestError, TransferError, UnavailableError
 from core.hashing import hash_tokens
-from core.sequence import SequenceOutput, SequenceSpec, StepResult
+from core.sequence import SequenceOutput, StepResult
 from kvtransfer.sender import KVSender
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
-from services.common.convert import sampling_from_pb
 from services.common.engine_parts import EngineParts
 from services.common.ledger import Holding
 from services.common.worker_host import WorkerHost
@@ -23,8 +22,9 @@ from services.common.worker_metrics import WorkerMetrics
 class _Detail:
     known: tuple[int, ...]  # the prompt, and what the client has from workers that are gone
     ticket: Ticket
-    num_pushed_blocks: int = 0
-    num_computed_tokens: int = 0
+    num_cached_blocks: int  # the decode worker's; blocks are sent from here on
+    num_pushed_blocks: int = 0  # from the prompt's first one on
+    num_counted_tokens: int = 0
 
 
 class PrefillService:
@@ -47,7 +47,6 @@ class PrefillService:
     ) -> None:
         self._sender = sender
         self._layout = parts.layout
-        self._eos_token_ids = parts.eos_token_ids
         self._metrics = metrics
         self.host: WorkerHost[_Detail] = WorkerHost(
             parts=parts,
@@ -62,12 +61,23 @@ class PrefillService:
         """Start the engine."""
         self.host.start(self._on_output)
 
-    def prefill(self, message: worker_pb2.Sequence, ticket: Ticket) -> None:
-        """Queue a prompt whose KV goes where the ticket says. Raises ServingError; nothing is held then."""
-        sampling = sampling_from_pb(message.sampling)
-        detail = _Detail(known=(*message.prompt, *message.output), ticket=ticket)
-        num_blocks = self._layout.blocks_for(len(detail.known))
-        holding = self.host.admit(message, num_blocks, {"engine", "transfer"}, detail)
+    def prefill(self, message: worker_pb2.Sequence, ticket: Ticket, num_cached_blocks: int) -> None:
+        """Queue a prompt whose KV goes where the ticket says, without its first `num_cached_blocks` blocks.
+
+        Raises:
+            ServingError: nothing is held then.
+        """
+        spec = replace(self.host.spec(message), prefill_only=True)
+        known = spec.prompt + spec.output
+        if num_cached_blocks + ticket.num_blocks != self._layout.blocks_for(len(known)):
+            raise InvalidRequestError(
+                "ticket",
+                f"{ticket.num_blocks} blocks after {num_cached_blocks} cached ones are not those of {len(known)} tokens",
+            )
+        detail = _Detail(
+            known=known, ticket=ticket, num_cached_blocks=num_cached_blocks, num_pushed_blocks=num_cached_blocks
+        )
+        holding = self.host.admit(message, len(known), {"engine", "transfer"}, detail)
         # BEGIN goes out now, not with the first block: the receiver's reservation stays alive while the prompt waits here.
         try:
             self._sender.open(ticket, on_end=lambda outcome: self._on_transfer_end(holding, outcome))
@@ -76,24 +86,17 @@ class PrefillService:
             self.host.ledger.end_use(holding, "engine")
             self.host.ledger.end_use(holding, "transfer")
             raise InvalidRequestError("ticket", str(error)) from error
-        self.host.engine.submit(
-            SequenceSpec(
-                sequence_id=holding.sequence_id,
-                prompt=tuple(message.prompt),
-                sampling=sampling,
-                eos_token_ids=self._eos_token_ids,
-                block_table=tuple(holding.blocks),
-                output=tuple(message.output),
-                prefill_only=True,
-            )
-        )
+        self.host.engine.submit(spec)
 
     def _on_output(
         self, holding: Holding[_Detail], output: SequenceOutput, _: StepResult
     ) -> worker_pb2.SequenceUpdate | None:
         detail = holding.detail
-        self._metrics.prompt_tokens.inc(max(output.num_computed_tokens - detail.num_computed_tokens, 0))
-        detail.num_computed_tokens = max(output.num_computed_tokens, detail.num_computed_tokens)
+        if output.has_ended:
+            holding.blocks = list(output.block_table)  # from now on ours to release
+        num_computed = output.num_computed_tokens - output.num_cached_tokens
+        self._metrics.prompt_tokens.inc(max(num_computed - detail.num_counted_tokens, 0))
+        detail.num_counted_tokens = max(num_computed, detail.num_counted_tokens)
         is_handed_over = not holding.has_ended and "transfer" in holding.uses
         update = self.host.token_update(holding, output)  # first: aborting the transfer would report a lesser error
         if is_handed_over:
@@ -107,11 +110,13 @@ class PrefillService:
         if output.finish_reason == "error":
             self._sender.abort(detail.ticket.transfer_id, "prefill failed")
             return
-        is_complete = detail.num_computed_tokens >= len(detail.known)
-        num_final = len(holding.blocks) if is_complete else detail.num_computed_tokens // self._layout.block_tokens
+        is_complete = output.num_computed_tokens >= len(detail.known)
+        table = output.block_table
+        num_final = len(table) if is_complete else output.num_computed_tokens // self._layout.block_tokens
         if num_final > detail.num_pushed_blocks and output.finish_reason is None:
-            blocks = holding.blocks[detail.num_pushed_blocks : num_final]
-            self._sender.push(detail.ticket.transfer_id, blocks, detail.num_pushed_blocks)
+            blocks = list(table[detail.num_pushed_blocks : num_final])
+            first = detail.num_pushed_blocks - detail.num_cached_blocks
+            self._sender.push(detail.ticket.transfer_id, blocks, first)
             detail.num_pushed_blocks = num_final
         if output.token_ids:
             committed = Committed(

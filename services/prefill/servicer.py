@@ -29,7 +29,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
                 num_blocks=request.ticket.num_blocks,
                 lease_ms=request.ticket.lease_ms,
             )
-            self._service.prefill(request.sequence, ticket)
+            self._service.prefill(request.sequence, ticket, request.ticket.num_cached_blocks)
         except TransferError as error:
             await rpc.abort_with(context, InvalidRequestError("ticket", str(error)))
         except ServingError as error:

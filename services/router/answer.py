@@ -105,6 +105,7 @@ class Answer:
         self.deadline = float("inf")  # on the router's clock
         self.queued_since: float | None = None  # when it first asked for room
         self.sequence_id = ""  # of the current attempt
+        self.num_cached_tokens = 0  # of the prompt: not computed for the first token
         self.token_ids: list[int] = []  # of the answer
         self.error: ServingError | None = None
         self.done: Done | None = None
@@ -198,6 +199,8 @@ class Answer:
         if update.first_decode_ms:
             self.marks.first_decode_s = update.first_decode_ms / 1000
             self.marks.adopt_s = update.adopt_ms / 1000
+        if not self.token_ids:
+            self.num_cached_tokens = update.num_cached_tokens
         logprobs = logprobs_from_pb(update.logprobs)
         for index, token_id in enumerate(update.token_ids):
             self._mark_token(now)
@@ -256,6 +259,7 @@ class Answer:
             matched_stop=matched_stop,
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.token_ids),
+            cached_tokens=self.num_cached_tokens,
             timings=self.marks.timings(self.path),
             prefill_worker=placement.decode if placement.prefill is None else placement.prefill,
             decode_worker=placement.decode,

@@ -29,6 +29,8 @@ class GenerateCall:
     chat: tuple[ChatMessage, ...] | None = None
     sampling: SamplingParams
     timeout_s: float | None = None  # time left of the client's deadline
+    priority: int = 0  # higher is sooner
+    cache_salt: str = ""  # only requests with the same one share cached blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,13 +69,17 @@ class RemoteWorker:
         return self.record.worker_id
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens in one of its blocks."""
+        return self.record.fingerprint.block_tokens
+
+    @property
     def state(self) -> str:
         """ready, unready, draining or lost."""
         return (self.load.state or "unready") if self.is_attached else "lost"
 
-    def take(self, sequence_id: str, num_tokens: int, queued_tokens: int) -> None:
+    def take(self, sequence_id: str, num_blocks: int, queued_tokens: int) -> None:
         """Count a sequence sent there, before the worker itself reports it."""
-        num_blocks = -(-num_tokens // self.record.fingerprint.block_tokens)
         self.inflight[sequence_id] = _InFlight(num_blocks, queued_tokens)
         self._unreported_blocks += num_blocks
 

@@ -1,11 +1,11 @@
 """Which workers take a request: a pure function of a snapshot, so that tests and simulations call what the router calls."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from core.layout import Fingerprint
+from core.layout import Fingerprint, growth_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,15 @@ class Need:
 
     num_prompt_tokens: int
     max_total_tokens: int  # prompt and answer
+
+    def blocks_to_decode(self, block_tokens: int) -> int:
+        """Blocks a decode worker sets aside when it takes the request; a longer answer takes more later."""
+        num_blocks = -(-self.num_prompt_tokens // block_tokens)
+        return num_blocks + growth_blocks(self.num_prompt_tokens, self.max_total_tokens, block_tokens)
+
+    def blocks_to_prefill(self, block_tokens: int) -> int:
+        """Blocks a prefill worker needs for it."""
+        return -(-self.num_prompt_tokens // block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ def place(
     open_pairs = [
         (prefill, decode)
         for prefill, decode in pairs
-        if _has_room(prefill, need.num_prompt_tokens) and _has_room(decode, need.max_total_tokens)
+        if _has_room(prefill, need.blocks_to_prefill) and _has_room(decode, need.blocks_to_decode)
     ]
     if not open_pairs:
         return Refusal.FULL
@@ -103,7 +112,7 @@ def place_aggregated(
     candidates = [worker for worker in candidates if _ever_fits(worker, need, need.max_total_tokens)]
     if not candidates:
         return Refusal.NEVER_FITS
-    candidates = [worker for worker in candidates if _has_room(worker, need.max_total_tokens)]
+    candidates = [worker for worker in candidates if _has_room(worker, need.blocks_to_decode)]
     if not candidates:
         return Refusal.FULL
     best = min(candidates, key=lambda worker: (worker.queued_tokens, _taken(worker, need), rng.random()))
@@ -150,10 +159,10 @@ def _blocks(worker: WorkerView, num_tokens: int) -> int:
     return -(-num_tokens // worker.fingerprint.block_tokens)
 
 
-def _has_room(worker: WorkerView, num_tokens: int) -> bool:
-    return worker.free_sequences > 0 and _blocks(worker, num_tokens) <= worker.free_blocks
+def _has_room(worker: WorkerView, blocks: Callable[[int], int]) -> bool:
+    return worker.free_sequences > 0 and blocks(worker.fingerprint.block_tokens) <= worker.free_blocks
 
 
 def _taken(worker: WorkerView, need: Need) -> float:
-    used = worker.total_blocks - worker.free_blocks + _blocks(worker, need.max_total_tokens)
+    used = worker.total_blocks - worker.free_blocks + need.blocks_to_decode(worker.fingerprint.block_tokens)
     return used / worker.total_blocks

@@ -284,9 +284,11 @@ class Router:
         def take(placement: Placement) -> None:
             num_queued_tokens = len(answer.prompt) + len(answer.token_ids)
             decode = self.fleet.get(placement.decode)
-            decode.take(sequence_id, need.max_total_tokens, num_queued_tokens if placement.prefill is None else 0)
+            num_blocks = need.blocks_to_decode(decode.block_tokens)
+            decode.take(sequence_id, num_blocks, num_queued_tokens if placement.prefill is None else 0)
             if placement.prefill is not None:
-                self.fleet.get(placement.prefill).take(sequence_id, num_queued_tokens, num_queued_tokens)
+                prefill = self.fleet.get(placement.prefill)
+                prefill.take(sequence_id, need.blocks_to_prefill(prefill.block_tokens), num_queued_tokens)
             self._answers[sequence_id] = answer
             answer.placement = placement
 

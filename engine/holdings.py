@@ -1,0 +1,121 @@
+"""What the engine does to the block pool for its sequences: start, grow, publish, preempt, end. The engine's thread only."""
+
+from core.sequence import SequenceSpec
+from engine.block_pool import BlockPool
+from engine.host_swap import HostSwap, Rates, is_swap_cheaper
+from engine.plan import StepPlan
+from engine.sequence import Sequence
+
+
+class Holdings:
+    """Carries out what a plan says about blocks. Call it with the pool held, so that what was planned is still so.
+
+    Args:
+        pool: the worker's blocks.
+        block_tokens: tokens in one block.
+        swap: where preempted sequences may wait; None: they are always computed anew.
+        rates: what the choice between the two goes by.
+    """
+
+    def __init__(self, pool: BlockPool, block_tokens: int, swap: HostSwap | None, rates: Rates) -> None:
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._swap = swap
+        self._rates = rates
+
+    def apply(self, plan: StepPlan) -> tuple[int, int]:
+        """Give and take blocks for a plan.
+
+        Returns:
+            Known tokens of the sequences that started for the first time, and how many of them were found cached.
+        """
+        self._pool.keep(plan.num_kept_blocks)
+        for sequence in plan.preempted:
+            self._preempt(sequence)
+        num_looked_up = num_found = 0
+        for start in plan.starts:
+            is_new = start.sequence.num_cached_tokens is None
+            self._start(start.sequence, start.num_promised_blocks)
+            if is_new:
+                num_looked_up += len(start.sequence.token_ids)
+                num_found += start.sequence.num_cached_tokens or 0
+        for chunk in plan.chunks:
+            self._grow(chunk.sequence, chunk.sequence.num_computed_tokens + chunk.num_tokens)
+        return num_looked_up, num_found
+
+    def skip_cached(self, sequence: Sequence) -> None:
+        """Let a prompt go on behind the blocks that another sequence has computed meanwhile."""
+        hashes = sequence.reusable_hashes(self._block_tokens)
+        block, offset = divmod(sequence.num_computed_tokens, self._block_tokens)
+        if offset or block >= len(hashes):
+            return
+        num_cached = self._pool.find(hashes[block:])[0]
+        for index in range(block, block + num_cached):
+            sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
+        sequence.num_computed_tokens += num_cached * self._block_tokens
+        if sequence.num_output_tokens == 0 and sequence.num_cached_tokens is not None:
+            sequence.num_cached_tokens += num_cached * self._block_tokens
+        sequence.num_published_blocks = max(sequence.num_published_blocks, block + num_cached)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find the blocks that are computed now."""
+        hashes = sequence.hashes(self._block_tokens)
+        num_full = min(sequence.num_computed_tokens // self._block_tokens, len(hashes))
+        for index in range(sequence.num_published_blocks, num_full):
+            sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+
+    def end(self, sequence: Sequence) -> tuple[int, ...]:
+        """Let go of everything a sequence has; returns the blocks of one that is handed over, still held."""
+        table, promise = sequence.block_table, sequence.num_promised_blocks
+        sequence.block_table, sequence.num_promised_blocks = [], 0
+        self._drop_swapped(sequence)
+        if sequence.spec.prefill_only:
+            self._pool.release((), promise)
+            return tuple(table)
+        self._pool.release(table, promise)
+        return ()
+
+    def refuse(self, spec: SequenceSpec) -> None:
+        """Let go of the blocks that came with a sequence which will not run."""
+        self._pool.release(spec.block_table, spec.num_promised_blocks)
+
+    def _start(self, sequence: Sequence, num_promised_blocks: int) -> None:
+        hashes = sequence.reusable_hashes(self._block_tokens)
+        num_blocks = -(-len(sequence.token_ids) // self._block_tokens)
+        acquired = self._pool.acquire(num_blocks, hashes, num_promised_blocks)
+        sequence.block_table, sequence.num_promised_blocks = acquired.blocks, num_promised_blocks
+        if sequence.swap_slots:
+            assert self._swap is not None, "there are slots"
+            missing = slice(acquired.num_cached, len(sequence.swap_slots))
+            self._swap.load(sequence.swap_slots[missing], acquired.blocks[missing])
+            self._drop_swapped(sequence)
+        num_cached_tokens = acquired.num_cached * self._block_tokens
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
+        sequence.num_published_blocks = acquired.num_cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached_tokens
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.block_table) * self._block_tokens < num_tokens:
+            is_promised = sequence.num_promised_blocks > 0
+            sequence.block_table.append(self._pool.grow(is_promised))
+            sequence.num_promised_blocks -= is_promised
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_preemptions += 1
+        used = sequence.block_table[: -(-sequence.num_computed_tokens // self._block_tokens)]
+        if self._swap is not None and is_swap_cheaper(
+            sequence.num_computed_tokens, len(used) * self._swap.block_bytes, self._rates
+        ):
+            sequence.swap_slots = self._swap.save(used)
+        if not sequence.swap_slots:
+            sequence.num_computed_tokens = 0
+        self._pool.release(sequence.block_table, sequence.num_promised_blocks)
+        sequence.block_table, sequence.num_promised_blocks, sequence.num_published_blocks = [], 0, 0
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        if sequence.swap_slots:
+            assert self._swap is not None, "there are slots"
+            self._swap.drop(sequence.swap_slots)
+            sequence.swap_slots = []
