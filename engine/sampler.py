@@ -1,107 +1,112 @@
-"""From logits to tokens. Every row is its own function of its sequence: nothing in the batch can change it."""
+"""From logits to tokens. Every row is its own function of its sequence: nothing in the batch can change it.
+
+A row's steps, in vLLM's order: log-probabilities of the raw logits; min_tokens holds back what ends the answer; logit_bias;
+repetition, frequency, presence penalty; greedy takes the best; temperature, min-p, top-k, top-p and a draw (`engine.draw`).
+"""
 
 import math
 from collections.abc import Sequence as Seq
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from core.sampling import SamplingParams, uniform_draw
+from core.sampling import MIN_LOGPROB, uniform_draw
 from core.sequence import TokenLogprobs
+from engine.draw import Row, draw, rough_weights, top_tokens
 from engine.plan import Sampled
 from engine.sequence import Sequence
+from engine.token_counts import TokenCounts
+
+UNUSABLE = "the model computed no usable logits"
 
 
 def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     """Choose the next token of each sequence.
 
     Args:
-        logits: [n, vocab] float32; not changed.
+        logits: [n, vocab] float32 on the CPU, contiguous; rows are changed in place.
         sequences: n of them; row i belongs to sequence i.
     Returns:
         One Sampled each, with log-probabilities where the sequence asked for them; with an error for a row that is no
         distribution (NaN, or nothing left to choose), which concerns that row alone.
     """
-    # A NaN or +inf anywhere makes the row's maximum NaN or +inf; all -inf makes it -inf.
-    is_usable: list[bool] = logits.amax(dim=-1).isfinite().tolist()
-    best: list[int] = logits.argmax(dim=-1).tolist()  # the lowest id among equals
-    rows = zip(logits, sequences, best, is_usable, strict=True)
-    return [
-        _sample_row(row, sequence, token) if usable else Sampled(None, error="the model computed no usable logits")
-        for row, sequence, token, usable in rows
-    ]
+    rows = logits.numpy()
+    raw = {
+        index: _edit(row, sequence)
+        for index, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
+        if _needs_edit(sequence)
+    }
+    best = rows.argmax(axis=1)  # the lowest id among equals, or the first NaN
+    heights = rows[np.arange(len(rows)), best].tolist()
+    sampled = []
+    for index, (sequence, token, height) in enumerate(zip(sequences, best.tolist(), heights, strict=True)):
+        if not math.isfinite(height):
+            sampled.append(Sampled(None, error=_why_unusable(sequence, height)))
+            continue
+        params = sequence.spec.sampling
+        if not params.is_greedy:
+            assert params.seed is not None, "the router gives every request a seed"
+            token = draw(rows[index], height, params, uniform_draw(params.seed, sequence.num_output_tokens))
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = _logprobs(raw.get(index, rows[index]), token, params.logprobs)
+        sampled.append(Sampled(token, logprobs))
+    return sampled
 
 
-def _sample_row(logits: Tensor, sequence: Sequence, best: int) -> Sampled:
-    params, position = sequence.spec.sampling, sequence.num_output_tokens
-    allowed = logits
-    if position < params.min_tokens:
-        allowed = _without_stops(logits, sequence)
-        best = int(allowed.argmax())
-        if allowed[best] == -math.inf:
-            return Sampled(None, error="min_tokens leaves no token: every one ends the answer")
-    if params.is_greedy:
-        token = best
-    else:
-        assert params.seed is not None, "the router gives every request a seed"
-        token = _draw(allowed, params, uniform_draw(params.seed, position))
-    return Sampled(token, None if params.logprobs is None else _logprobs(logits, token, params.logprobs))
-
-
-def _without_stops(logits: Tensor, sequence: Sequence) -> Tensor:
-    """A copy in which nothing that would end the answer can be chosen."""
-    vocab = logits.shape[-1]
-    stops = {*sequence.spec.eos_token_ids, *sequence.spec.sampling.stop_token_ids}
-    masked = logits.clone()
-    masked[[token for token in stops if 0 <= token < vocab]] = -math.inf
-    return masked
-
-
-def _draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Temperature, min-p, top-k, top-p, in this order, then the inverse of the cumulated probabilities at `uniform`.
+def prompt_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...] | None:
+    """Log-probabilities of prompt tokens.
 
     Args:
-        logits: [vocab] float32.
-        params: with a temperature above zero.
-        uniform: in [0, 1).
+        logits: [n, vocab] float32 on the CPU, contiguous; row i is what the model expected where token i came.
+        token_ids: n of them.
+        num_top: how many of the best ones are named beside each.
+    Returns:
+        One each; None when a row is no distribution.
     """
-    scaled = (logits - logits.amax()).double() / params.temperature  # the best is 0, so exp() cannot overflow
-    tokens = torch.arange(len(scaled))
-    if params.min_p > 0.0:
-        tokens = (scaled >= math.log(params.min_p)).nonzero().flatten()
-    if 0 < params.top_k < len(tokens):
-        tokens = _top_k(scaled, tokens, params.top_k)
-    if params.top_p < 1.0:
-        tokens = _top_p(scaled, tokens, params.top_p)
-    cumulated = scaled[tokens].exp().cumsum(0)
-    index = int(torch.searchsorted(cumulated, uniform * cumulated[-1], right=True))
-    # Rounding can put the target on the very end; the last token there is one that has weight.
-    return int(tokens[min(index, int(torch.searchsorted(cumulated, cumulated[-1])))])
+    rows = logits.numpy()
+    if not np.isfinite(rows.max(axis=1)).all():
+        return None
+    return tuple(_logprobs(row, token, num_top) for row, token in zip(rows, token_ids, strict=True))
 
 
-def _top_k(scaled: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """The `k` best of `tokens` (ascending ids), best first, equal ones by id."""
-    weights = scaled[tokens]
-    kept = tokens[weights >= weights.topk(k).values[-1]]  # more than k where the last one has equals
-    return kept[scaled[kept].sort(descending=True, stable=True).indices[:k]]
+def _needs_edit(sequence: Sequence) -> bool:
+    params = sequence.spec.sampling
+    return bool(params.logit_bias) or params.has_penalties or sequence.num_output_tokens < params.min_tokens
 
 
-def _top_p(scaled: Tensor, tokens: Tensor, top_p: float) -> Tensor:
-    """The fewest best of `tokens` that together have the share `top_p` of their weight, best first, equal ones by id."""
-    weights = scaled[tokens].exp()
-    target = weights.sum() * top_p
-    # Exact, and spares sorting a whole vocabulary: what is below this bound cannot make up 1 - top_p together.
-    likely = weights >= (weights.sum() - target) / len(weights)
-    tokens, weights = tokens[likely], weights[likely]
-    weights, order = weights.sort(descending=True, stable=True)
-    count = int(torch.searchsorted(weights.cumsum(0), target)) + 1
-    return tokens[order[:count]]
+def _edit(row: Row, sequence: Sequence) -> Row:
+    """Apply min_tokens, logit_bias and penalties in place.
+
+    Returns:
+        The row as it was, when log-probabilities of it are asked for; else the row.
+    """
+    params = sequence.spec.sampling
+    raw = row if params.logprobs is None else row.copy()
+    if sequence.num_output_tokens < params.min_tokens:
+        stops = {*sequence.spec.eos_token_ids, *params.stop_token_ids}
+        row[[token for token in stops if 0 <= token < len(row)]] = -math.inf
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row[list(ids)] += np.array(biases, np.float32)
+    if params.has_penalties:
+        if sequence.counts is None:
+            sequence.counts = TokenCounts()
+        sequence.counts.update(sequence.token_ids, len(sequence.spec.prompt))
+        sequence.counts.penalise(row, params)
+    return raw
 
 
-def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprobs:
-    logprobs = logits.log_softmax(dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        ids = _top_k(logprobs, torch.arange(len(logprobs)), min(num_top, len(logprobs)))
-        top = tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
-    return TokenLogprobs(token, float(logprobs[token]), top)
+def _why_unusable(sequence: Sequence, height: float) -> str:
+    if height == -math.inf and sequence.num_output_tokens < sequence.spec.sampling.min_tokens:
+        return "min_tokens leaves no token: every one ends the answer"
+    return UNUSABLE
+
+
+def _logprobs(row: Row, token: int, num_top: int) -> TokenLogprobs:
+    best = float(row.max())
+    log_total = best + math.log(rough_weights(row, best, 1.0).block_sums.sum())
+    ids = top_tokens(row, num_top).tolist() if num_top else []
+    # Equal logits have equal logprobs; what is less likely than a float can say has the floor's.
+    values = [max(float(row[each]) - log_total, MIN_LOGPROB) for each in (token, *ids)]
+    return TokenLogprobs(token, values[0], tuple(zip(ids, values[1:], strict=True)))

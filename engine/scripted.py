@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core.errors import ConfigError
@@ -132,7 +132,17 @@ class ScriptedRunner:
             raise error
         for chunk in plan.chunks:
             self._write(chunk)
-        return [self._sample(chunk.sequence) if chunk.samples else Sampled(None) for chunk in plan.chunks]
+        return [self._result(chunk) for chunk in plan.chunks]
+
+    def _result(self, chunk: Chunk) -> Sampled:
+        result = self._sample(chunk.sequence) if chunk.samples else Sampled(None)
+        spec, start = chunk.sequence.spec, chunk.sequence.num_computed_tokens
+        num_top = spec.sampling.prompt_logprobs
+        if num_top is None or chunk.sequence.num_output_tokens > 0:
+            return result
+        following = spec.prompt[start + 1 : start + 1 + chunk.num_tokens]
+        entries = tuple(scripted_logprobs(token, num_top, self.vocab_size) for token in following)
+        return replace(result, prompt_logprobs=entries)
 
     def _write(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

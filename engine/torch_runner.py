@@ -1,7 +1,8 @@
 """Carries out step plans with torch: builds the batch, runs the model, samples."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,14 +12,16 @@ from core.errors import ConfigError, ModelError
 from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig, load_model_config
 from core.sampling import SamplingParams
-from core.sequence import SequenceSpec
+from core.sequence import SequenceSpec, TokenLogprobs
 from engine.kv_cache import DTYPES, KVCache
 from engine.model import Batch, ChunkRows, Model
 from engine.plan import Chunk, Sampled, StepPlan
-from engine.sampler import sample
+from engine.sampler import UNUSABLE, prompt_logprobs, sample
 from engine.sequence import Sequence
 from engine.weights import Progress, WeightReader, weights_hash
 from kernels.linear import is_native
+
+LOGPROB_ROWS = 64  # logits of a prompt that exist at once
 
 
 class TorchRunner:
@@ -48,17 +51,40 @@ class TorchRunner:
         # Single tokens of any kind go through decode attention, which takes them all at once.
         order = sorted(plan.chunks, key=lambda chunk: chunk.num_tokens > 1)
         hidden = self._model.forward(self._batch(order), self._cache)
-        last_rows, row = {}, 0
+        ends, row = {}, 0
         for chunk in order:
             row += chunk.num_tokens
-            last_rows[chunk.sequence.spec.sequence_id] = row - 1
+            ends[chunk.sequence.spec.sequence_id] = row
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            return [Sampled(None)] * len(plan.chunks)
-        rows = torch.tensor([last_rows[sequence.spec.sequence_id] for sequence in sampling])
-        logits = self._model.logits(hidden[rows.to(hidden.device)])
-        sampled = iter(sample(logits.cpu(), sampling))
-        return [next(sampled) if chunk.samples else Sampled(None) for chunk in plan.chunks]
+        sampled: Iterator[Sampled] = iter(())
+        if sampling:
+            rows = torch.tensor([ends[sequence.spec.sequence_id] - 1 for sequence in sampling])
+            logits = self._model.logits(hidden[rows.to(hidden.device)])
+            sampled = iter(sample(logits.cpu(), sampling))
+        results = []
+        for chunk in plan.chunks:
+            result = next(sampled) if chunk.samples else Sampled(None)
+            owes_logprobs = chunk.sequence.spec.sampling.prompt_logprobs is not None
+            if owes_logprobs and chunk.sequence.num_output_tokens == 0 and not result.error:
+                end = ends[chunk.sequence.spec.sequence_id]
+                result = self._with_prompt_logprobs(result, chunk, hidden[end - chunk.num_tokens : end])
+            results.append(result)
+        return results
+
+    def _with_prompt_logprobs(self, sampled: Sampled, chunk: Chunk, hidden: Tensor) -> Sampled:
+        """Add those of the prompt tokens that follow the chunk's. `hidden`: [tokens of the chunk, hidden size]."""
+        spec, start = chunk.sequence.spec, chunk.sequence.num_computed_tokens
+        assert spec.sampling.prompt_logprobs is not None, "asked for"
+        expected = spec.prompt[start + 1 : start + 1 + chunk.num_tokens]
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(expected), LOGPROB_ROWS):
+            ids = expected[first : first + LOGPROB_ROWS]
+            logits = self._model.logits(hidden[first : first + len(ids)])
+            piece = prompt_logprobs(logits.cpu(), ids, spec.sampling.prompt_logprobs)
+            if piece is None:
+                return Sampled(None, error=UNUSABLE)
+            entries += piece
+        return replace(sampled, prompt_logprobs=tuple(entries))
 
     def warm_up(self) -> None:
         """Run a small prompt and one decode, so that the first request meets no first-call cost.
