@@ -119,7 +119,7 @@ class WorkerHost(Generic[Detail]):
                 f"{len(message.prompt)} tokens and max_tokens={message.sampling.max_tokens}; need at least 1 token and"
                 f" together at most max_model_len={self.capacity.max_model_len}",
             )
-        ids = (message.prompt, message.output, message.sampling.stop_token_ids)
+        ids = (message.prompt, message.output, message.sampling.stop_token_ids, message.sampling.logit_bias)
         highest = max(max(values, default=0) for values in ids)
         if highest >= self.capacity.vocab_size:
             raise InvalidRequestError(
@@ -191,7 +191,7 @@ class WorkerHost(Generic[Detail]):
 
     def token_update(self, holding: Holding[Detail], output: SequenceOutput) -> worker_pb2.SequenceUpdate | None:
         """What a step's output says to the router; None when it says nothing."""
-        if holding.has_ended or not (output.token_ids or output.has_ended):
+        if holding.has_ended or not (output.token_ids or output.prompt_logprobs or output.has_ended):
             return None
         first_index = holding.num_published_tokens
         holding.num_published_tokens += len(output.token_ids)
@@ -208,6 +208,7 @@ class WorkerHost(Generic[Detail]):
             error_code="INTERNAL" if failed else "",
             error_message=output.error,
             num_cached_tokens=output.num_cached_tokens,
+            prompt_logprobs=logprobs_to_pb(output.prompt_logprobs),
         )
 
     def why_unready(self) -> str:
