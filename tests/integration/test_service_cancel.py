@@ -142,8 +142,9 @@ async def require_canary(stack: Stack) -> None:
 
 @phases
 async def test_a_client_that_leaves_frees_everything(stack: Stack, phase: str) -> None:
-    for _ in range(TIMES):
-        call = await PHASES[phase](stack, lambda: stack.router.stub.Generate(generate(PROMPT, max_tokens=100)))
+    for index in range(TIMES):  # each with a new prompt: one whose blocks are cached has fewer chunks
+        request = generate(prompt_of(100, index), max_tokens=100)
+        call = await PHASES[phase](stack, lambda request=request: stack.router.stub.Generate(request))
         call.cancel()
         if phase == "queued":
             await eventually(lambda: stack.router.router.num_queued == 0)

@@ -167,7 +167,9 @@ async def test_metrics_after_a_run(stack: Stack) -> None:
     async with httpx.AsyncClient(verify=False) as client:
         for worker in stack.workers:
             text = (await client.get(f"http://{worker.http}/metrics")).text
-            assert f'baton_kv_blocks{{pool="{worker.role}",state="free"}} 64.0' in text
+            num_cached = {"prefill": 2, "decode": 3}[worker.role]  # full blocks of 40 and of 49 computed tokens
+            for state, count in (("free", 64 - num_cached), ("cached", num_cached), ("used", 0), ("reserved", 0)):
+                assert f'baton_kv_blocks{{pool="{worker.role}",state="{state}"}} {count}.0' in text
             assert 'baton_kv_transfers_total{outcome="done"' in text
             assert "vllm:kv_cache_usage_perc" in text
             assert (await client.get(f"http://{worker.http}/readyz")).status_code == 200
