@@ -25,11 +25,20 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs; without `prefill` it runs whole in `decode`."""
+
+    decode: str
+    prefill: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """What a request takes. Blocks are counted by the worker, whose block size may differ."""
 
     num_prompt_tokens: int
     max_total_tokens: int  # prompt and answer
+    prefer: Placement | None = None  # taken if it has room: a request of the same prompt runs there
 
     def blocks_to_decode(self, block_tokens: int) -> int:
         """Blocks a decode worker sets aside when it takes the request; a longer answer takes more later."""
@@ -39,14 +48,6 @@ class Need:
     def blocks_to_prefill(self, block_tokens: int) -> int:
         """Blocks a prefill worker needs for it."""
         return -(-self.num_prompt_tokens // block_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a request runs; without `prefill` it runs whole in `decode`."""
-
-    decode: str
-    prefill: str | None = None
 
 
 class Refusal(Enum):
@@ -98,6 +99,9 @@ def place(
     ]
     if not open_pairs:
         return Refusal.FULL
+    for prefill, decode in open_pairs:
+        if need.prefer == Placement(decode=decode.worker_id, prefill=prefill.worker_id):
+            return need.prefer
     prefill, decode = min(open_pairs, key=lambda pair: (pair[0].queued_tokens, _taken(pair[1], need), rng.random()))
     return Placement(decode=decode.worker_id, prefill=prefill.worker_id)
 
@@ -115,6 +119,9 @@ def place_aggregated(
     candidates = [worker for worker in candidates if _has_room(worker, need.blocks_to_decode)]
     if not candidates:
         return Refusal.FULL
+    for worker in candidates:
+        if need.prefer == Placement(decode=worker.worker_id):
+            return need.prefer
     best = min(candidates, key=lambda worker: (worker.queued_tokens, _taken(worker, need), rng.random()))
     return Placement(decode=best.worker_id)
 

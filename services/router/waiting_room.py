@@ -1,5 +1,8 @@
 """Requests that wait for room: first come, first placed, unless a smaller one fits while the first does not.
 
+A priority counts as time: one level up is as good as having come AGEING_S earlier. So a higher priority goes first among
+those that come about the same time, and nobody waits for ever behind later ones.
+
 States of a waiter: waiting -> placed | refused (never fits, no workers, waited too long, room full). Room is looked for
 when something changed (a report, a release, a new waiter), never by polling.
 """
@@ -18,6 +21,7 @@ from services.router.placement import Need, Placement, Refusal
 # While the oldest waiter has waited less than this, smaller ones behind it may pass; after that nobody takes room it could
 # use, so that a big request gets its room as running ones end.
 PATIENCE_S = 2.0
+AGEING_S = 5.0
 
 
 class Choices(Protocol):
@@ -35,6 +39,7 @@ class _Waiter:
     need: Need
     excluded: frozenset[str]
     since: float
+    place_in_line: float
     on_placed: Callable[[Placement], None]
     future: asyncio.Future[None] = field(repr=False)
     orphaned_at: float | None = None  # since when no live worker could take it
@@ -68,7 +73,7 @@ class WaitingRoom:
         self._grace_s = grace_s
         self._observe_decision = observe_decision
         self._clock = clock
-        self._waiters: list[_Waiter] = []  # oldest first
+        self._waiters: list[_Waiter] = []  # first in line first
         self.last_decision_s = 0.0
 
     def __len__(self) -> int:
@@ -81,8 +86,8 @@ class WaitingRoom:
 
     @property
     def oldest_s(self) -> float:
-        """How long the first in line has waited."""
-        return self._clock() - self._waiters[0].since if self._waiters else 0.0
+        """How long the one that has waited longest has."""
+        return self._clock() - min((waiter.since for waiter in self._waiters), default=self._clock())
 
     async def place(
         self,
@@ -90,6 +95,7 @@ class WaitingRoom:
         excluded: frozenset[str],
         on_placed: Callable[[Placement], None],
         came_back_since: float | None = None,
+        priority: int = 0,
     ) -> None:
         """Wait for room.
 
@@ -99,6 +105,7 @@ class WaitingRoom:
             on_placed: called in the same turn as the choice, to count what it takes before the next one.
             came_back_since: for a request that was placed before and lost its place: when it first came. It waits where
                 it would be in the line had it never left, and is not refused for a full room.
+            priority: higher is sooner.
         Raises:
             CapacityError: the room is full, or no room came in time.
             InvalidRequestError: it would never fit.
@@ -109,8 +116,9 @@ class WaitingRoom:
                 f"{len(self._waiters)} requests are waiting, max_queued={self._max_queued}", self._retry_ms()
             )
         since = self._clock() if came_back_since is None else came_back_since
-        waiter = _Waiter(need, excluded, since, on_placed, asyncio.get_running_loop().create_future())
-        bisect.insort(self._waiters, waiter, key=lambda other: other.since)
+        place_in_line = since - priority * AGEING_S
+        waiter = _Waiter(need, excluded, since, place_in_line, on_placed, asyncio.get_running_loop().create_future())
+        bisect.insort(self._waiters, waiter, key=lambda other: other.place_in_line)
         if waiter is self._waiters[-1]:
             self._look([waiter])  # those before it were looked at when something last changed
         else:
@@ -172,9 +180,9 @@ class WaitingRoom:
 
     def _kept_free(self, choices: Choices) -> frozenset[str]:
         """Workers whose room belongs to the first in line once its patience is over."""
-        if self.oldest_s < PATIENCE_S:
+        first = self._waiters[0] if self._waiters else None
+        if first is None or self._clock() - first.since < PATIENCE_S:
             return frozenset()
-        first = self._waiters[0]
         return choices.usable(first.need, first.excluded)
 
     def _settle(self, waiter: _Waiter, choice: Placement | Refusal) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.clock import ManualClock
 from core.errors import CapacityError, InvalidRequestError, UnavailableError
 from services.router.placement import Need, Placement, Refusal
-from services.router.waiting_room import PATIENCE_S, WaitingRoom
+from services.router.waiting_room import AGEING_S, PATIENCE_S, WaitingRoom
 from tests.eventually import eventually
 
 HERE = Placement(decode="d", prefill="p")
@@ -47,7 +47,7 @@ class Queue:
         )
         self.placed: list[str] = []
 
-    def ask(self, name: str, size: int, came_back_since: float | None = None) -> asyncio.Task[None]:
+    def ask(self, name: str, size: int, came_back_since: float | None = None, priority: int = 0) -> asyncio.Task[None]:
         need = Need(num_prompt_tokens=1, max_total_tokens=size)
 
         def take(placement: Placement) -> None:
@@ -56,7 +56,7 @@ class Queue:
             assert self.workers.free >= 0, "placed without room"
             self.placed.append(name)
 
-        return asyncio.create_task(self.room.place(need, frozenset(), take, came_back_since), name=name)
+        return asyncio.create_task(self.room.place(need, frozenset(), take, came_back_since, priority), name=name)
 
     def give_back(self, size: int) -> None:
         self.workers.free += size
@@ -302,3 +302,38 @@ async def test_without_a_worker_the_wait_ends_with_the_grace_though_nothing_happ
     queue.clock.advance(0.02)  # and the room's own timer looks again
     with pytest.raises(UnavailableError, match="no live worker"):
         await asyncio.wait_for(waiting, timeout=5)
+
+
+async def test_a_higher_priority_goes_first_and_waiting_makes_up_for_a_lower_one() -> None:
+    queue = Queue(total=1)
+    first = queue.ask("runs", 1)
+    await settle()
+    low = queue.ask("low", 1)
+    await settle()
+    high = queue.ask("high", 1, priority=1)
+    await settle()
+    queue.give_back(1)
+    assert queue.placed == ["runs", "high"]
+    queue.clock.advance(AGEING_S + 0.1)
+    late = queue.ask("late and high", 1, priority=1)
+    await settle()
+    queue.give_back(1)
+    assert queue.placed[-1] == "low", "it has waited longer than one level is worth"
+    queue.give_back(1)
+    await asyncio.gather(first, low, high, late)
+
+
+async def test_a_steady_stream_of_high_priorities_starves_nobody() -> None:
+    queue = Queue(total=1)
+    queue.ask("runs", 1)
+    await settle()
+    queue.ask("low", 1)
+    await settle()
+    num_before = 0
+    while "low" not in queue.placed:
+        queue.ask(f"high {num_before}", 1, priority=3)
+        await settle()
+        queue.clock.advance(1.0)
+        queue.give_back(1)
+        num_before += 1
+        assert num_before <= 3 * AGEING_S + 2
