@@ -15,7 +15,7 @@ from core.errors import ServingError, UnavailableError, error_from_status
 from core.sampling import SamplingParams
 from core.sequence import FinishReason, TokenLogprobs
 from services.common.convert import logprobs_from_pb
-from services.router.api import Chunk, Done, Path, Timings
+from services.router.api import Chunk, Done, EchoedPrompt, Path, Timings
 from services.router.detokenizer import Detokenizer
 from services.router.placement import Placement
 from services.router.stop_strings import StopMatcher
@@ -93,18 +93,32 @@ class Answer:
         detokenizer: fresh, for this answer.
         marks: of the request.
         clock: the router's.
+        index: among the answers to the request.
+        echoed: goes out with the first chunk.
     """
 
     def __init__(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, detokenizer: Detokenizer, marks: Marks, clock: Clock
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        detokenizer: Detokenizer,
+        marks: Marks,
+        clock: Clock,
+        *,
+        index: int = 0,
+        echoed: EchoedPrompt | None = None,
     ) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.marks = marks
+        self.index = index
         self.placement: Placement | None = None
+        self.preferred: Placement | None = None  # where its prompt's blocks are
         self.deadline = float("inf")  # on the router's clock
         self.queued_since: float | None = None  # when it first asked for room
         self.sequence_id = ""  # of the current attempt
+        self.priority = 0  # of the call, as is the next
+        self.cache_salt = ""
         self.num_cached_tokens = 0  # of the prompt: not computed for the first token
         self.token_ids: list[int] = []  # of the answer
         self.error: ServingError | None = None
@@ -114,9 +128,13 @@ class Answer:
         self._stops = StopMatcher(sampling.stop, include_stop=sampling.include_stop)
         self._clock = clock
         self._early: dict[int, worker_pb2.SequenceUpdate] = {}  # came before the tokens they follow
-        self._text: list[str] = []  # not taken by the client yet, as are the next two
+        self._text: list[str] = []  # not taken by the client yet, as are the next four
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._echoed = echoed
+        self._num_prompt_logprobs = 0  # taken from workers,
+        self._num_repeated = 0  # and how many of them the current attempt has sent too
         self._wake = asyncio.Event()
         self._interrupt: asyncio.Timeout | None = None
 
@@ -137,6 +155,7 @@ class Answer:
             self.error = None
             self.may_retry = False
         self._early.clear()
+        self._num_repeated = 0
 
     def fail(self, error: ServingError, *, may_retry: bool = False) -> None:
         """End without a Done; the client sees the status after what it has, unless the answer goes on elsewhere."""
@@ -170,6 +189,8 @@ class Answer:
             error = error_from_status(update.error_code, update.error_message)
             self.fail(error, may_retry=isinstance(error, UnavailableError))
             return
+        if update.prompt_logprobs:
+            self._take_prompt_logprobs(logprobs_from_pb(update.prompt_logprobs))
         if update.token_ids or update.finish_reason:
             self._early[update.first_index] = update
         while not self.has_ended and (following := self._early.pop(len(self.token_ids), None)) is not None:
@@ -180,19 +201,41 @@ class Answer:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._text or self._ids:
-                chunk = Chunk(text="".join(self._text), token_ids=tuple(self._ids), logprobs=tuple(self._logprobs))
-                self._text, self._ids, self._logprobs = [], [], []
+            if self._has_news:
+                chunk = Chunk(
+                    index=self.index,
+                    text="".join(self._text),
+                    token_ids=tuple(self._ids),
+                    logprobs=tuple(self._logprobs),
+                    prompt_logprobs=tuple(self._prompt_logprobs),
+                    echoed=self._echoed,
+                )
+                self._text, self._ids, self._logprobs, self._prompt_logprobs = [], [], [], []
+                self._echoed = None
                 if self.marks.handed_first is None and chunk.token_ids:
                     self.marks.handed_first = self._clock()
                 yield chunk
-            if self._text or self._ids:
+            if self._has_news:
                 continue  # more came while the client took the last chunk
             if self.error is not None:
                 raise self.error
             if self.done is not None:
                 yield self.done
                 return
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._text or self._ids or self._prompt_logprobs)
+
+    def _take_prompt_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Keep those that no earlier attempt gave."""
+        if self.token_ids:
+            return  # they were complete before the first token; a prompt computed again, perhaps in part, has nothing new
+        news = entries[self._num_prompt_logprobs - self._num_repeated :]
+        self._num_repeated += len(entries)
+        self._num_prompt_logprobs += len(news)
+        self._prompt_logprobs += news
+        self._wake.set()
 
     def _take(self, update: worker_pb2.SequenceUpdate) -> None:
         now = self._clock()
@@ -255,6 +298,7 @@ class Answer:
         placement = self.placement or Placement(decode="", prefill="")
         self.marks.note_end(self._clock())
         self.done = Done(
+            index=self.index,
             finish_reason=reason,
             matched_stop=matched_stop,
             prompt_tokens=len(self.prompt),

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -19,10 +20,10 @@ from services.router.router import Router
 
 Context = aio.ServicerContext[Any, Any]
 
-# Fields whose feature this version does not have, with the values that ask for nothing. Any other value is refused by name.
-_LATER_SAMPLING = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
-_LATER_SAMPLING_PRESENT = ("prompt_logprobs", "json_schema", "regex", "grammar", "choice")
-_LATER_REQUEST = {"lora_name": "", "cache_salt": "", "priority": 0, "session_id": ""}
+# Fields whose feature this version does not have. Set, they are refused by name.
+_LATER_SAMPLING = ("json_schema", "regex", "grammar", "choice")
+_LATER_REQUEST = ("lora_name", "session_id")
+PROMPT_LOGPROBS_PER_MESSAGE = 2048  # with 20 alternatives each, well below the 4 MB a gRPC client takes
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -45,7 +46,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 async for event in events:
                     try:
                         async with asyncio.timeout(self._stall_timeout_s):
-                            await context.write(_response(event, request.return_timings))
+                            for response in _responses(event, request.return_timings):
+                                await context.write(response)
                     except TimeoutError:
                         raise CancelledError(
                             f"the stream was not read for {self._stall_timeout_s:.0f} s; the request was cancelled"
@@ -113,9 +115,8 @@ def _time_left(context: Context) -> float | None:
 
 
 def _call_from(request: pb.GenerateRequest, timeout_s: float | None) -> GenerateCall:
-    for field, neutral in _LATER_REQUEST.items():
-        value = getattr(request, field)
-        if value != neutral:
+    for field in _LATER_REQUEST:
+        if value := getattr(request, field):
             raise InvalidRequestError(
                 field, f"{value!r} is set, and this version does not have that feature; leave it out"
             )
@@ -132,36 +133,54 @@ def _call_from(request: pb.GenerateRequest, timeout_s: float | None) -> Generate
         token_ids=tuple(request.token_ids.ids) if prompt == "token_ids" else None,
         chat=chat if prompt == "chat" else None,
         sampling=_sampling_from(request.sampling),
+        n=request.sampling.n if request.sampling.HasField("n") else 1,
         timeout_s=timeout_s,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 
 def _sampling_from(message: pb.SamplingParams) -> SamplingParams:
-    for field, neutral in _LATER_SAMPLING.items():
-        if message.HasField(field) and getattr(message, field) != neutral:
-            raise InvalidRequestError(
-                f"sampling.{field}", f"{getattr(message, field)} is set, and this version has only {neutral}"
-            )
-    present = [field for field in _LATER_SAMPLING_PRESENT if message.HasField(field)]
-    if message.logit_bias:
-        present.append("logit_bias")
+    present = [field for field in _LATER_SAMPLING if message.HasField(field)]
     if present:
         raise InvalidRequestError(
             f"sampling.{present[0]}", "is set, and this version does not have that feature; leave it out"
         )
     optional = (
-        "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "include_stop", "ignore_eos", "seed",
-        "logprobs", "skip_special_tokens",
+        "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+        "max_tokens", "min_tokens", "include_stop", "ignore_eos", "seed", "logprobs", "prompt_logprobs",
+        "skip_special_tokens",
     )  # fmt: skip
     given = {field: getattr(message, field) for field in optional if message.HasField(field)}
-    return SamplingParams(stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids), **given)
+    return SamplingParams(
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(message.logit_bias.items()),
+        **given,
+    )
 
 
-def _response(event: Chunk | Done, with_timings: bool) -> pb.GenerateResponse:
-    if isinstance(event, Chunk):
-        chunk = pb.GenerateChunk(text=event.text, token_ids=event.token_ids, logprobs=logprobs_to_pb(event.logprobs))
-        return pb.GenerateResponse(chunk=chunk)
-    done = pb.GenerateDone(
+def _responses(event: Chunk | Done, with_timings: bool) -> Iterator[pb.GenerateResponse]:
+    if isinstance(event, Done):
+        yield pb.GenerateResponse(done=_done(event, with_timings))
+        return
+    prompt = event.prompt_logprobs
+    for first in range(0, len(prompt), PROMPT_LOGPROBS_PER_MESSAGE):
+        piece = logprobs_to_pb(prompt[first : first + PROMPT_LOGPROBS_PER_MESSAGE])
+        yield pb.GenerateResponse(chunk=pb.GenerateChunk(index=event.index, prompt_logprobs=piece))
+    if event.text or event.token_ids:
+        chunk = pb.GenerateChunk(
+            index=event.index,
+            text=event.text,
+            token_ids=event.token_ids,
+            logprobs=logprobs_to_pb(event.logprobs),
+        )
+        yield pb.GenerateResponse(chunk=chunk)
+
+
+def _done(event: Done, with_timings: bool) -> pb.GenerateDone:
+    return pb.GenerateDone(
+        index=event.index,
         finish_reason=event.finish_reason,
         matched_stop=event.matched_stop,
         prompt_tokens=event.prompt_tokens,
@@ -172,4 +191,3 @@ def _response(event: Chunk | Done, with_timings: bool) -> pb.GenerateResponse:
         decode_worker=event.decode_worker,
         path=event.path,
     )
-    return pb.GenerateResponse(done=done)

@@ -64,6 +64,7 @@ class Intake:
                 "prompt", f"{num_prompt_tokens} tokens and {answer} exceed the context limit of {limit} tokens"
             )
         self.require_ids("stop_token_ids", sampling.stop_token_ids)
+        self.require_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias))
         max_tokens = asked or max(min(limit, pool_tokens) - num_prompt_tokens, 1)
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError(

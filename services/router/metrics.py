@@ -78,10 +78,11 @@ class RouterMetrics:
         )
 
     def finished(self, done: Done, token_gaps_s: Sequence[float]) -> None:
-        """Count an answer that reached its end, and the times between its tokens."""
+        """Count an answer that reached its end, and the times between its tokens. A request with n answers counts n times."""
         self.success.labels(self._model, done.finish_reason).inc()
         self.path.labels(done.path, "mode").inc()
-        self.prompt_tokens.labels(self._model).inc(done.prompt_tokens)
+        if done.index == 0:  # the other answers to a request share its prompt
+            self.prompt_tokens.labels(self._model).inc(done.prompt_tokens)
         self.generation_tokens.labels(self._model).inc(done.completion_tokens)
         timings = done.timings
         labels = (self._model, "default", "0", _length_class(done.prompt_tokens, done.completion_tokens))

@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
@@ -29,7 +30,8 @@ from services.common.convert import sampling_to_pb
 from services.common.options import RouterLimits
 from services.common.registry import Registry
 from services.router.answer import Answer, Marks
-from services.router.api import Chunk, Done, GenerateCall, ModelCard
+from services.router.api import Chunk, Done, EchoedPrompt, GenerateCall, ModelCard
+from services.router.choices import Choices, choice_sampling
 from services.router.fleet import Fleet, RemoteWorker
 from services.router.intake import Intake, ServedModel
 from services.router.metrics import WORKER_STATES, RouterMetrics
@@ -76,7 +78,7 @@ class Router:
         self._rng = rng or random.Random()  # noqa: S311 (spreads load, guards nothing)
         self._counter = itertools.count()
         self._answers: dict[str, Answer] = {}  # by sequence id
-        self._requests: dict[str, Answer | None] = {}  # by request id; None while preparing
+        self._requests: dict[str, Choices | None] = {}  # by request id; None while preparing
         self._aborted_early: set[str] = set()  # while preparing
         self._emptied = asyncio.Event()
         self._keys = RequestKeys(registry, clock)
@@ -108,22 +110,23 @@ class Router:
         """Admit nothing, let running requests end for `timeout_s`, then fail the rest."""
         self.is_draining = True
         if not await self._wait_empty(timeout_s):
-            for answer in list(self._requests.values()):
-                if answer is not None:
-                    answer.fail(UnavailableError("router stopped before the answer was complete"))
+            for choices in list(self._requests.values()):
+                if choices is not None:
+                    choices.fail(UnavailableError("router stopped before the answer was complete"))
             await self._wait_empty(5.0)
         await self._keys.flush()
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Chunk | Done, None]:
-        """Stream one answer; see `RouterCore.generate`."""
+        """Stream the answers; see `RouterCore.generate`."""
         marks = Marks(self._clock())
+        num_open = call.n
         status = "CANCELLED"
         try:
             async with aclosing(self._serve(call, marks)) as events:
                 async for event in events:
                     if isinstance(event, Done):
-                        status = ""
-                        self._metrics.finished(event, marks.token_gaps_s)
+                        num_open -= 1
+                        status = status if num_open else ""
                     yield event
         except ServingError as error:
             status = status_of(error).grpc
@@ -171,11 +174,11 @@ class Router:
         """End a request of this router as its client would; whether it was there."""
         if request_id not in self._requests:
             return False
-        answer = self._requests[request_id]
-        if answer is None:
+        choices = self._requests[request_id]
+        if choices is None:
             self._aborted_early.add(request_id)
         else:
-            answer.cancel()
+            choices.cancel()
         return True
 
     @property
@@ -214,18 +217,20 @@ class Router:
         try:
             try:
                 async with asyncio.timeout(timeout_s):
-                    answer = await self._prepare(call, marks)
+                    choices = await self._prepare(call, marks)
                     # A client's own id may be in flight at another router; one of ours cannot be.
                     if not await self._keys.claim(request_id, owner):
                         raise DuplicateRequestError(f"request_id: {request_id} is in flight at another router")
             except TimeoutError:
                 raise late from None
-            self._requests[request_id] = answer
+            self._requests[request_id] = choices
             if request_id in self._aborted_early:
-                answer.cancel()
-            answer.deadline = marks.arrived + timeout_s
-            timer = asyncio.get_running_loop().call_later(answer.deadline - self._clock(), answer.fail, late)
-            async with aclosing(self._attempts(answer, request_id, owner)) as events:
+                choices.cancel()
+            deadline = marks.arrived + timeout_s
+            choices.set_deadline(deadline)
+            timer = asyncio.get_running_loop().call_later(deadline - self._clock(), choices.fail, late)
+            run = partial(self._attempts, request_id=request_id, owner=owner)
+            async with aclosing(choices.events(run)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -237,19 +242,37 @@ class Router:
             if not self._requests:
                 self._emptied.set()
 
-    async def _prepare(self, call: GenerateCall, marks: Marks) -> Answer:
+    async def _prepare(self, call: GenerateCall, marks: Marks) -> Choices:
         """Tokenise, fill defaults, check. Raises InvalidRequestError."""
         prompt = await self.intake.prompt_ids(call)
         sampling = self.intake.resolve(call.sampling, len(prompt), self._largest_pool_tokens())
-        detokenizer = self.model.tokenizer.detokenizer(skip_special=sampling.skip_special_tokens)
-        return Answer(prompt, sampling, detokenizer, marks, self._clock)
+        tokenizer = self.model.tokenizer
+        echoed = None
+        if call.echo:
+            text = tokenizer.decode(prompt) if call.text is None else call.text
+            echoed = EchoedPrompt(text=text, token_ids=prompt)
+        answers = [
+            Answer(
+                prompt,
+                choice_sampling(sampling, index),
+                tokenizer.detokenizer(skip_special=sampling.skip_special_tokens),
+                Marks(marks.arrived) if index else marks,
+                self._clock,
+                index=index,
+                echoed=echoed,
+            )
+            for index in range(call.n)
+        ]
+        for answer in answers:
+            answer.priority, answer.cache_salt = call.priority, call.cache_salt
+        return Choices(answers)
 
     async def _attempts(self, answer: Answer, request_id: str, owner: str) -> AsyncGenerator[Chunk | Done, None]:
         """Run the answer at one pair of workers after another until it is done, going on after the tokens there are."""
         excluded: set[str] = set()
         num_failed = 0
         for attempt in itertools.count():
-            sequence_id = f"{owner}.{attempt}"
+            sequence_id = f"{owner}.{answer.index}.{attempt}"
             try:
                 answer.begin_attempt(sequence_id)
                 async with answer.interruptible():
@@ -259,6 +282,8 @@ class Router:
                         self._note_placed(answer, request_id)
                 async with aclosing(answer.events()) as events:
                     async for event in events:
+                        if isinstance(event, Done):
+                            self._metrics.finished(event, answer.marks.token_gaps_s)
                         yield event
                 return
             except RefusedError as refusal:
@@ -293,10 +318,11 @@ class Router:
             answer.placement = placement
 
         assert answer.sampling.max_tokens is not None, "resolved"
-        need = Need(len(answer.prompt) + len(answer.token_ids), len(answer.prompt) + answer.sampling.max_tokens)
+        num_known = len(answer.prompt) + len(answer.token_ids)
+        need = Need(num_known, len(answer.prompt) + answer.sampling.max_tokens, answer.preferred)
         came_back_since = answer.queued_since
         answer.queued_since = self._clock() if came_back_since is None else came_back_since
-        await self._room.place(need, excluded, take, came_back_since)
+        await self._room.place(need, excluded, take, came_back_since, answer.priority)
         answer.marks.note_placed(self._clock(), self._room.last_decision_s)
 
     async def _dispatch(self, answer: Answer, sequence_id: str) -> None:
@@ -310,6 +336,8 @@ class Router:
             sampling=sampling_to_pb(answer.sampling),
             timeout_ms=max(int((answer.deadline - self._clock()) * 1000), 1),
             output=answer.token_ids,
+            priority=answer.priority,
+            cache_salt=answer.cache_salt,
         )
         decode = self.fleet.get(placement.decode)
         if placement.prefill is None:
