@@ -33,7 +33,7 @@ class GenerateCall:
     chat: tuple[ChatMessage, ...] | None = None
     sampling: SamplingParams
     n: int = 1  # answers to it, each with its own index and end
-    echo: bool = False  # the first chunk of each answer brings the prompt as well
+    echo: bool = False  # the first chunk brings the prompt
     timeout_s: float | None = None  # time left of the client's deadline
     priority: int = 0  # higher is sooner
     cache_salt: str = ""  # only requests with the same one share cached blocks
@@ -60,7 +60,8 @@ class Chunk:
     """Text and tokens new since the last chunk. Either may be empty: text waits for whole characters and stop strings.
 
     `logprobs` has one entry for each of `token_ids` when they were asked for. `prompt_logprobs` has entries of the prompt's
-    tokens after its first: in order, over any number of chunks, all before the answer's first token, and only with index 0.
+    tokens after its first: in order, over any number of chunks, all before the answer's first token. They and `echoed`, in
+    the first chunk of all, come with index 0 only; the other answers begin after them.
     """
 
     index: int = 0  # of the answer, below the call's `n`

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from core.errors import CancelledError, InternalError, InvalidRequestError, ServingError
 from core.ids import REQUEST_ID, new_request_id
 from services.router.api import Chunk, Done, GenerateCall, RouterCore
+from services.router.choices import merged
 from services.router.http_exchange import (
     ClientGoneError,
     Exchange,
@@ -163,11 +165,14 @@ class _Endpoint:
             await exchange.fail(InternalError("an internal error ended this request"))
 
     async def _answer_whole(self, call: HttpCall, exchange: Exchange) -> None:
-        answers = [Answer() for _ in call.calls]
+        answers = [Answer() for _ in range(len(call.calls) * call.n)]
+        writer = self._writer(call)
         async with aclosing(self._parts(call)) as parts:
             async for index, part in parts:
                 answers[index].add(part)
-        await exchange.answer(200, self._writer(call).whole(answers))
+                if isinstance(part, Chunk):
+                    writer.take_prompt(index, part)
+        await exchange.answer(200, writer.whole(answers))
 
     async def _answer_events(self, call: HttpCall, exchange: Exchange) -> None:
         writer = self._writer(call)
@@ -181,7 +186,9 @@ class _Endpoint:
                 if isinstance(part, Done):
                     ends.append(part)
                     await exchange.event(writer.end_event(index, part))
-                elif part.token_ids or part.text:
+                    continue
+                writer.take_prompt(index, part)
+                if part.token_ids or part.text:
                     await exchange.event(writer.event(index, part))
         last = writer.usage_event(ends) if call.include_usage else b""
         await exchange.end_events(last + DONE_EVENT)
@@ -189,28 +196,25 @@ class _Endpoint:
     def _writer(self, call: HttpCall) -> AnswerWriter:
         model = call.calls[0].model or next((card.name for card in self._core.models()), "")
         return AnswerWriter(
-            self._choices(self._core.token_text, has_logprobs=call.has_logprobs),
+            self._choices(self._core.token_text, logprobs=call.logprobs),
+            call,
+            self._core.token_text,
             answer_id=self._id_prefix + call.request_id,
             model=model,
             created=int(self._now()),
-            with_usage=call.include_usage,
-            with_token_ids=call.return_token_ids,
         )
 
     async def _parts(self, call: HttpCall) -> AsyncGenerator[tuple[int, Chunk | Done], None]:
-        """The parts of all answers of a POST, each with its index, as they come."""
-        if len(call.calls) == 1:
-            async with aclosing(_checked(self._core, call.calls[0])) as parts:
-                async for part in parts:
-                    yield 0, part
-            return
-        async with aclosing(_merged(self._core, call.calls, self._limits.max_concurrent_prompts)) as merged:
-            async for index, part in merged:
-                yield index, part
+        """The parts of all answers of a POST, each with its choice's index, as they come."""
+        sources = [partial(_checked, self._core, each) for each in call.calls]
+        async with aclosing(merged(sources, self._limits.max_concurrent_prompts)) as parts:
+            async for number, part in parts:
+                yield number * call.n + part.index, _without_answer(part) if call.is_score_only else part
 
 
 async def _checked(core: RouterCore, call: GenerateCall) -> AsyncGenerator[Chunk | Done, None]:
-    """The core's parts of one answer. A normal end is a Done that says stop or length; anything else is an error."""
+    """The core's parts for one prompt. A normal end is a Done that says stop or length; anything else is an error."""
+    num_open = call.n
     # Closing its iterator is how a call is aborted (`RouterCore.generate`); the protocol's type does not show it.
     answer = core.generate(call)
     async with aclosing(answer) as parts:
@@ -219,41 +223,18 @@ async def _checked(core: RouterCore, call: GenerateCall) -> AsyncGenerator[Chunk
                 raise CancelledError("the request was aborted")
             if isinstance(part, Done) and part.finish_reason == "error":
                 raise InternalError("the worker could not go on with this request")
+            num_open -= isinstance(part, Done)
             yield part
-            if isinstance(part, Done):
+            if not num_open:
                 return
     raise InternalError("the answer ended without a finish reason")
 
 
-async def _merged(
-    core: RouterCore, calls: tuple[GenerateCall, ...], max_concurrent: int
-) -> AsyncGenerator[tuple[int, Chunk | Done], None]:
-    """Several answers at once. The first failure is raised; leaving early aborts them all."""
-    slots = asyncio.Semaphore(max_concurrent)
-    gathered: asyncio.Queue[tuple[int, Chunk | Done | Exception]] = asyncio.Queue(maxsize=len(calls))
-
-    async def pump(index: int, call: GenerateCall) -> None:
-        try:
-            async with slots, aclosing(_checked(core, call)) as parts:
-                async for part in parts:
-                    await gathered.put((index, part))
-        except Exception as error:  # noqa: BLE001 - raised again by the reader below
-            await gathered.put((index, error))
-
-    pumps = [asyncio.create_task(pump(index, call)) for index, call in enumerate(calls)]
-    try:
-        num_open = len(calls)
-        while num_open:
-            index, part = await gathered.get()
-            if isinstance(part, Exception):
-                raise part
-            if isinstance(part, Done):
-                num_open -= 1
-            yield index, part
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+def _without_answer(part: Chunk | Done) -> Chunk | Done:
+    """What remains of an answer when its prompt alone was asked for."""
+    if isinstance(part, Done):
+        return replace(part, completion_tokens=0, finish_reason="length", matched_stop="")
+    return replace(part, text="", token_ids=(), logprobs=())
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

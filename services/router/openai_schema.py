@@ -21,19 +21,11 @@ MAX_PROMPTS = 64  # of one completions call
 
 # Per field: the values that change nothing. None (null) is always one.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "use_beam_search": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
@@ -57,8 +49,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "lora_name": ("",),
-    "cache_salt": ("",),
-    "priority": (0,),
 }
 
 _Later = msgspec.defstruct("_Later", [(name, Any, None) for name in _NEUTRAL])
@@ -93,6 +83,16 @@ class _Body(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -123,11 +123,23 @@ class HttpCall:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    prompt_logprobs: int | None = None  # how many beside each prompt token the answer shows in vLLM's form
+    is_score_only: bool = False  # max_tokens=0: the prompt is echoed and nothing is added to it
 
     @property
-    def has_logprobs(self) -> bool:
-        """Whether log-probabilities were asked for."""
-        return self.calls[0].sampling.logprobs is not None
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.calls[0].n
+
+    @property
+    def echo(self) -> bool:
+        """Whether every answer begins with its prompt."""
+        return self.calls[0].echo
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many log-probabilities are shown beside each token's own; None for none at all."""
+        return self.calls[0].sampling.logprobs
 
 
 def parse_chat(data: bytes, request_id: str) -> HttpCall:
@@ -149,11 +161,12 @@ def parse_chat(data: bytes, request_id: str) -> HttpCall:
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
         _check_range("max_completion_tokens", max_tokens, 1, 2**31 - 1)
+    if body.echo:
+        raise InvalidRequestError("echo", "is for completions; leave the field out")
     call = GenerateCall(
         request_id=request_id,
-        model=body.model or "",
         chat=tuple(_chat_message(index, message) for index, message in enumerate(body.messages)),
-        sampling=_sampling(body, max_tokens, logprobs),
+        **_shared(body, _sampling(body, max_tokens, logprobs, body.prompt_logprobs)),
     )
     return _http_call(body, request_id, (call,))
 
@@ -167,7 +180,12 @@ def parse_completion(data: bytes, request_id: str) -> HttpCall:
     body = _decode(data, _CompletionBody)
     if body.logprobs is not None:
         _check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
-    sampling = _sampling(body, body.max_tokens, body.logprobs)
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    # To score a prompt, the engine computes it and samples one token, which nobody gets to see.
+    is_score_only = bool(body.echo) and body.max_tokens == 0
+    shared = _shared(body, _sampling(body, 1 if is_score_only else body.max_tokens, body.logprobs, prompt_logprobs))
     prompts = _prompts(body.prompt)
     calls = []
     for index, prompt in enumerate(prompts):
@@ -175,10 +193,8 @@ def parse_completion(data: bytes, request_id: str) -> HttpCall:
         if not REQUEST_ID.fullmatch(call_id):
             raise InvalidRequestError("X-Request-Id", f"{len(request_id)} characters is too long for several prompts")
         text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        calls.append(
-            GenerateCall(request_id=call_id, model=body.model or "", text=text, token_ids=ids, sampling=sampling)
-        )
-    return _http_call(body, request_id, tuple(calls))
+        calls.append(GenerateCall(request_id=call_id, text=text, token_ids=ids, echo=bool(body.echo), **shared))
+    return _http_call(body, request_id, tuple(calls), is_score_only=is_score_only)
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
@@ -294,7 +310,21 @@ def _ids(field: str, items: list[str | int | list[int]] | list[int]) -> tuple[in
     return ids
 
 
-def _sampling(body: _Body, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _shared(body: _Body, sampling: SamplingParams) -> dict[str, Any]:
+    """The fields of `GenerateCall` that all prompts of a POST have in common."""
+    n = 1 if body.n is None else body.n
+    if body.best_of not in (None, n):
+        raise InvalidRequestError("best_of", f"{body.best_of} is not n={n}; every answer is returned")
+    return {
+        "model": body.model or "",
+        "sampling": sampling,
+        "n": n,
+        "priority": body.priority or 0,
+        "cache_salt": body.cache_salt or "",
+    }
+
+
+def _sampling(body: _Body, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
     default = SamplingParams()
     stop = body.stop if body.stop is not None else []
     return SamplingParams(
@@ -309,12 +339,27 @@ def _sampling(body: _Body, max_tokens: int | None, logprobs: int | None) -> Samp
         include_stop=bool(body.include_stop_str_in_output),
         ignore_eos=bool(body.ignore_eos),
         seed=body.seed,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=default.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_bias(body.logit_bias or {}),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
 
 
-def _http_call(body: _Body, request_id: str, calls: tuple[GenerateCall, ...]) -> HttpCall:
+def _bias(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in given:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            shown = key if len(key) <= 20 else f"{key[:20]}..."
+            raise InvalidRequestError("logit_bias", f"{shown!r} is not a token id")
+    return tuple((int(key), bias) for key, bias in given.items())
+
+
+def _http_call(
+    body: _Body, request_id: str, calls: tuple[GenerateCall, ...], *, is_score_only: bool = False
+) -> HttpCall:
     options = body.stream_options
     return HttpCall(
         request_id=request_id,
@@ -322,6 +367,8 @@ def _http_call(body: _Body, request_id: str, calls: tuple[GenerateCall, ...]) ->
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         return_token_ids=bool(body.return_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
+        is_score_only=is_score_only,
     )
 
 

@@ -259,7 +259,7 @@ class Router:
                 Marks(marks.arrived) if index else marks,
                 self._clock,
                 index=index,
-                echoed=echoed,
+                echoed=None if index else echoed,
             )
             for index in range(call.n)
         ]
