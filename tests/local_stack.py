@@ -230,6 +230,7 @@ class Stack:
         max_batched_tokens: int = 32,
         max_sequences: int = 64,
         block_tokens: int = BLOCK,
+        swap_bytes: int = 0,
         changes: Mapping[str, Any] | None = None,
         port: int = 0,
         configure: Callable[[ScriptedEngine], None] = lambda _: None,
@@ -239,6 +240,7 @@ class Stack:
             num_blocks=num_blocks,
             layout=scripted_layout(block_tokens),
             limits=StepLimits(max_batched_tokens=max_batched_tokens, max_sequences=8),
+            swap_bytes=swap_bytes,
         )
         engine.runner.gate = StepGate()
         engine.runner.gate.open()
