@@ -182,7 +182,8 @@ async def test_a_higher_priority_overtakes_in_the_engine(make_stack: MakeStack) 
             async for response in stack.router.stub.Generate(
                 generate(prompt_of(64, seed), max_tokens=2, priority=priority)
             ):
-                order += [name] * (name not in order and bool(response.chunk.token_ids))
+                if response.chunk.token_ids and name not in order:
+                    order.append(name)
 
         low = asyncio.create_task(ask_as("low", 2, 0))
         await eventually(lambda: prefill.num_held == 2)
