@@ -1,6 +1,7 @@
 """OpenAI request bodies: what is understood, what is refused, and that a refusal names the field."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequestError
-from services.router.api import ChatMessage
+from core.sampling import MAX_CHOICES, SamplingParams
+from services.router.api import MAX_PRIORITY, MAX_SALT_CHARS, ChatMessage
 from services.router.openai_schema import MAX_PROMPTS, HttpCall, parse_chat, parse_completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -28,7 +30,9 @@ def test_defaults_are_the_servers() -> None:
     assert (request.request_id, request.model, request.chat) == ("r", "m", (ChatMessage(role="user", content="Hello"),))
     assert request.sampling.max_tokens is None
     assert request.sampling.temperature == 1.0
-    assert (call.stream, call.include_usage, call.return_token_ids, call.has_logprobs) == (False, False, False, False)
+    assert (call.stream, call.include_usage, call.return_token_ids, call.logprobs) == (False, False, False, None)
+    assert (request.n, request.echo, request.priority, request.cache_salt) == (1, False, 0, "")
+    assert request.sampling == SamplingParams()
 
 
 def test_every_sampling_field_arrives() -> None:
@@ -49,6 +53,42 @@ def test_every_sampling_field_arrives() -> None:
     assert {name: getattr(sampling, name) for name in sent} == sent
     assert (sampling.stop, sampling.stop_token_ids, sampling.logprobs) == (("a", "b"), (3,), 0)
     assert (sampling.include_stop, sampling.ignore_eos, sampling.skip_special_tokens) == (True, True, False)
+
+
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_penalties_bias_choices_and_the_prompt_s_logprobs_arrive(parse: Callable[..., HttpCall]) -> None:
+    sent = {"frequency_penalty": -2, "presence_penalty": 0.5, "repetition_penalty": 1.3, "prompt_logprobs": 3}
+    call = parse(**sent, logit_bias={"5": -100, "007": 1.5}, n=2, best_of=2, priority=-7, cache_salt="ü")
+    (request,) = call.calls
+    assert {name: getattr(request.sampling, name) for name in sent} == sent
+    assert request.sampling.logit_bias == ((5, -100.0), (7, 1.5))
+    assert (request.n, call.n, request.priority, request.cache_salt) == (2, 2, -7, "ü")
+    assert (call.prompt_logprobs, call.logprobs) == (3, None)
+
+
+def test_an_echo_with_logprobs_needs_those_of_the_prompt() -> None:
+    for fields, asked, shown in (
+        ({"logprobs": 2}, 2, None),
+        ({"logprobs": 0}, 0, None),
+        ({"logprobs": 2, "prompt_logprobs": 5}, 5, 5),
+        ({"prompt_logprobs": 1}, 1, 1),
+        ({}, None, None),
+    ):
+        call = completion(echo=True, **fields)
+        assert call.echo
+        assert call.calls[0].sampling.prompt_logprobs == asked
+        assert (call.prompt_logprobs, call.logprobs) == (shown, fields.get("logprobs"))
+    assert completion(logprobs=2).calls[0].sampling.prompt_logprobs is None
+
+
+def test_no_tokens_at_all_may_be_asked_for_only_to_score_a_prompt() -> None:
+    call = completion(echo=True, max_tokens=0, prompt=["a", "b"], n=2)
+    assert call.is_score_only
+    assert [each.sampling.max_tokens for each in call.calls] == [1, 1]
+    assert not completion(echo=True, max_tokens=1).is_score_only
+    for fields in ({"max_tokens": 0}, {"max_tokens": 0, "echo": False}, {"max_tokens": -1, "echo": True}):
+        with pytest.raises(InvalidRequestError, match="max_tokens"):
+            completion(**fields)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +170,38 @@ def test_unknown_fields_and_neutral_values_are_taken(fields: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
+        ("n", 0),
+        ("n", -1),
+        ("n", MAX_CHOICES + 1),
+        ("n", "2"),
         ("best_of", 3),
-        ("repetition_penalty", 1.1),
-        ("frequency_penalty", -0.5),
-        ("presence_penalty", 2),
-        ("logit_bias", {"5": -100}),
-        ("echo", True),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "x"),
+        ("frequency_penalty", -2.5),
+        ("presence_penalty", 3),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("logit_bias", {"5": -101}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"1e3": 1}),
+        ("logit_bias", {"٥": 1}),
+        ("logit_bias", {"5": 1, "05": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", [5]),
+        ("echo", 2),
         ("suffix", "x"),
-        ("cache_salt", "s"),
-        ("priority", 3),
+        ("cache_salt", "s" * (MAX_SALT_CHARS + 1)),
+        ("cache_salt", "\ud83d"),
+        ("priority", MAX_PRIORITY + 1),
+        ("priority", 0.5),
+        ("bad_words", ["a"]),
+        ("allowed_token_ids", [1]),
         ("lora_name", "a"),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("guided_json", {}),
-        ("prompt_logprobs", 0),
         # wrong types
         ("max_tokens", "5"),
         ("max_tokens", 1.5),
@@ -194,6 +251,7 @@ def test_a_wrong_field_is_refused_by_its_name(field: str, value: object) -> None
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"echo": True}, "echo"),
     ],
 )
 def test_a_wrong_chat_field_is_refused_by_its_path(fields: dict[str, Any], name: str) -> None:
@@ -257,7 +315,19 @@ def test_bytes_that_are_no_request_are_refused(data: bytes, field: str) -> None:
 def test_any_value_in_any_field_is_understood_or_refused_in_words_that_can_be_sent(
     value: object, data: st.DataObject
 ) -> None:
-    names = ["messages", "prompt", "stop", "max_tokens", "logit_bias", "stream_options", "n", "logprobs", "top_k"]
+    names = [
+        "messages",
+        "prompt",
+        "stop",
+        "max_tokens",
+        "logit_bias",
+        "stream_options",
+        "n",
+        "logprobs",
+        "top_k",
+        "echo",
+        "cache_salt",
+    ]
     field = data.draw(st.sampled_from(names))
     body = json.dumps({"messages": HELLO, "prompt": "a", field: value}).encode()
     for parse in (parse_chat, parse_completion):

@@ -20,6 +20,7 @@ from core.errors import (
     ServingError,
     UnavailableError,
 )
+from core.sampling import MIN_LOGPROB
 from core.sequence import TokenLogprobs
 from services.router.api import Chunk, GenerateCall
 from services.router.fake import FakeRouterCore, Step, done, words
@@ -145,7 +146,7 @@ async def test_one_failing_prompt_fails_the_call_and_aborts_the_others() -> None
     assert (answer.status_code, core.num_running, len(core.aborted)) == (503, 0, 2)
 
 
-LOGPROBS = TokenLogprobs(7, -0.5, ((7, -0.5), (8, float("-inf"))))
+LOGPROBS = TokenLogprobs(7, -0.5, ((7, -0.5), (8, MIN_LOGPROB)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
