@@ -3,10 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CC_FOUND := $(shell command -v cc || command -v gcc || command -v clang)
 
-.PHONY: setup demo up test soak lint proto
+.PHONY: setup native demo up test soak lint proto
 
-setup: $(STAMP)
+setup: native
+
+# Compiled where it runs. A machine without a C compiler gets one from PyPI, into the environment.
+native: $(STAMP)
+	@test -n "$(CC_FOUND)" || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[compiler]'
+	@$(BIN)/python -m kernels.native.build
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

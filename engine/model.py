@@ -1,14 +1,19 @@
-"""The decoder of the Llama family as a function of a batch: tokens in, hidden rows and logits out."""
+"""The decoder of the Llama family as a function of a batch, in torch: the specification, and the way on any device.
+
+`engine.native_model` computes the same on CPUs the native library is built for.
+"""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader knows
 from torch import Tensor
 
 from core.model_config import ModelConfig
+from engine.batch import Batch, Ints
 from engine.rope import RotaryEmbedding
-from engine.weights import WeightReader
+from engine.weights import EMBEDDING, LayerProjections, Projection, WeightReader
 from kernels.decode_attention import DecodeIndex, decode_attention
 from kernels.kv_write import kv_write
 from kernels.linear import Linear
@@ -16,29 +21,6 @@ from kernels.prefill_attention import PrefillIndex, prefill_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.silu_mul import silu_mul
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """One prompt chunk of a batch."""
-
-    block_table: Tensor  # [blocks] int64
-    start: int  # tokens of the sequence before the chunk
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's tokens, flat: `num_decodes` single tokens first, then the chunks one after the other."""
-
-    token_ids: Tensor  # [n] int64
-    positions: Tensor  # [n] int64
-    prompt_lens: Tensor  # [n] int64, of each token's sequence
-    blocks: Tensor  # [n] int64: the block that takes the token's KV
-    offsets: Tensor  # [n] int64: the place in it
-    num_decodes: int
-    decode_tables: Tensor  # [num_decodes, max_blocks] int64, padded with any valid block
-    chunks: tuple[ChunkRows, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +43,19 @@ class _AttentionIndex:
     chunks: tuple[PrefillIndex, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """A batch as tensors on the model's device."""
+
+    ids: Tensor  # [n] int64
+    positions: Tensor  # [n] int64
+    prompt_lens: Tensor  # [n] int64, of each token's sequence
+    blocks: Tensor  # [n] int64: the block that takes the token's KV
+    offsets: Tensor  # [n] int64: the place in it
+
+
 class Model:
-    """Weights and the forward pass. Holds no request state: that is in the batch and the cache."""
+    """Weights and the forward pass. Implements `engine.batch.Decoder`."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, device: torch.device) -> None:
         """Take the weights.
@@ -75,7 +68,7 @@ class Model:
         self.config = config
         self.device = device
         self._rotary = RotaryEmbedding(config.rope, device)
-        self._embedding = reader.take("model.embed_tokens.weight").to(device)
+        self._embedding = reader.take(EMBEDDING).to(device)
         self._layers = [_load_layer(config, reader, layer, device) for layer in range(config.num_layers)]
         self._norm = reader.take("model.norm.weight").to(device)
         head = self._embedding if config.tie_word_embeddings else reader.take("lm_head.weight").to(device)
@@ -87,24 +80,18 @@ class Model:
         return self._embedding.dtype
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
-        """Compute one step, writing every token's KV into its slot.
-
-        Args:
-            batch: the tokens; the KV of all tokens before them is in the cache.
-            cache: [num_blocks, layers, 2, kv_heads, block_tokens, dim], in the model's dtype.
-        Returns:
-            [n, hidden]: each token's hidden row after the last layer, not normalised.
-        """
-        cos, sin = self._rotary.angles(batch.positions, batch.prompt_lens)
+        """Compute one step; see `Decoder`. The rows are of the model's dtype."""
+        tokens = self._tokens(batch, cache.shape[4])
+        cos, sin = self._rotary.angles(tokens.positions, tokens.prompt_lens)
         windows = set(self.config.sliding_windows)
-        indexes = {window: _attention_index(batch, cache.shape[4], window) for window in windows}
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        indexes = {window: self._attention_index(batch, cache.shape[4], window) for window in windows}
+        hidden = F.embedding(tokens.ids, self._embedding)
         eps = self.config.rms_norm_eps
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(rms_norm(hidden, layer.input_norm, eps))
             q, k, v = self._heads(layer, qkv, cos, sin)
             kv = cache[:, number]
-            kv_write(kv, k, v, batch.blocks, batch.offsets)
+            kv_write(kv, k, v, tokens.blocks, tokens.offsets)
             attended = _attend(q, kv, batch.num_decodes, indexes[layer.window])
             hidden = hidden + layer.o(attended.flatten(1))
             gate_up = layer.gate_up(rms_norm(hidden, layer.post_norm, eps))
@@ -112,13 +99,7 @@ class Model:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token scores.
-
-        Args:
-            hidden: [n, hidden], rows of what `forward` returned.
-        Returns:
-            [n, vocab] float32.
-        """
+        """Next-token scores; see `Decoder`."""
         return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
 
     def _heads(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,14 +116,34 @@ class Model:
             qk = rope(qk, cos, sin)
         return qk[:, :queries], qk[:, queries:], v
 
+    def _tokens(self, batch: Batch, block_tokens: int) -> _Tokens:
+        positions = batch.positions()
+        places = batch.per_token(batch.first_blocks[:-1]) + positions // block_tokens
+        return _Tokens(
+            ids=self._tensor(batch.token_ids),
+            positions=self._tensor(positions),
+            prompt_lens=self._tensor(batch.per_token(batch.prompt_lens)),
+            blocks=self._tensor(batch.tables[places]),
+            offsets=self._tensor(positions % block_tokens),
+        )
 
-def _attention_index(batch: Batch, block_tokens: int, window: int | None) -> _AttentionIndex:
-    decode = None
-    if batch.num_decodes:
-        context_lens = batch.positions[: batch.num_decodes] + 1
-        decode = DecodeIndex.build(batch.decode_tables, context_lens, block_tokens, window)
-    chunks = (PrefillIndex.build(c.block_table, c.start, c.num_tokens, block_tokens, window) for c in batch.chunks)
-    return _AttentionIndex(decode, tuple(chunks))
+    def _attention_index(self, batch: Batch, block_tokens: int, window: int | None) -> _AttentionIndex:
+        decode, n = None, batch.num_decodes
+        if n:
+            lens = np.diff(batch.first_blocks[: n + 1])
+            columns = np.minimum(np.arange(lens.max()), lens[:, None] - 1)  # padded with a sequence's last block
+            tables = self._tensor(batch.tables[batch.first_blocks[:n, None] + columns])
+            decode = DecodeIndex.build(tables, self._tensor(batch.starts[:n] + 1), block_tokens, window)
+        chunks = []
+        for number in range(n, batch.num_sequences):
+            table = batch.tables[batch.first_blocks[number] : batch.first_blocks[number + 1]]
+            length = int(batch.first_rows[number + 1] - batch.first_rows[number])
+            start = int(batch.starts[number])
+            chunks.append(PrefillIndex.build(self._tensor(table), start, length, block_tokens, window))
+        return _AttentionIndex(decode, tuple(chunks))
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
 def _attend(q: Tensor, kv: Tensor, num_decodes: int, index: _AttentionIndex) -> Tensor:
@@ -161,25 +162,22 @@ def _load_layer(config: ModelConfig, reader: WeightReader, number: int, device: 
     def tensor(name: str) -> Tensor:
         return reader.take(f"{prefix}.{name}").to(device)
 
-    def linear(names: tuple[str, ...], has_bias: bool) -> Linear:
-        weight = reader.take(*(f"{prefix}.{name}.weight" for name in names)).to(device)
-        bias = reader.take(*(f"{prefix}.{name}.bias" for name in names)).to(device) if has_bias else None
-        return Linear(weight, bias)
+    def linear(projection: Projection) -> Linear:
+        weight = reader.take(*(f"{name}.weight" for name in projection.names)).to(device)
+        if not projection.has_bias:
+            return Linear(weight)
+        return Linear(weight, reader.take(*(f"{name}.bias" for name in projection.names)).to(device))
 
-    # One product instead of three (and of two): at small batches a step is bound by the number of passes over memory.
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    if config.has_fused_projections:
-        qkv, gate_up = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",)
+    projections = LayerProjections.of(config, number)
     return _Layer(
         input_norm=tensor("input_layernorm.weight"),
-        qkv=linear(qkv, config.qkv_bias),
+        qkv=linear(projections.qkv),
         q_norm=tensor("self_attn.q_norm.weight") if config.qk_norm else None,
         k_norm=tensor("self_attn.k_norm.weight") if config.qk_norm else None,
-        o=linear(("self_attn.o_proj",), config.o_bias),
+        o=linear(projections.o),
         post_norm=tensor("post_attention_layernorm.weight"),
-        gate_up=linear(gate_up, config.mlp_bias),
-        down=linear(("mlp.down_proj",), config.mlp_bias),
+        gate_up=linear(projections.gate_up),
+        down=linear(projections.down),
         has_rope=config.rope_layers[number],
         window=config.sliding_windows[number],
     )

@@ -1,7 +1,6 @@
 """Carries out step plans with torch: builds the batch, runs the model, samples."""
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig, load_model_config
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec, TokenLogprobs
+from engine.backend import load_decoder, native_library, resolve_dtype
+from engine.batch import Decoder, build_batch
 from engine.kv_cache import DTYPES, KVCache
-from engine.model import Batch, ChunkRows, Model
 from engine.plan import Chunk, Sampled, StepPlan
 from engine.sampler import UNUSABLE, prompt_logprobs, sample
 from engine.sequence import Sequence
-from engine.weights import Progress, WeightReader, weights_hash
-from kernels.linear import is_native
+from engine.weights import Progress, WeightReader, checkpoint_dtype, weights_hash
 
 LOGPROB_ROWS = 64  # logits of a prompt that exist at once
 
@@ -27,7 +26,7 @@ LOGPROB_ROWS = 64  # logits of a prompt that exist at once
 class TorchRunner:
     """Implements `engine.plan.Runner`. Knows nothing from one step to the next but the cache."""
 
-    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+    def __init__(self, model: Decoder, kv_cache: KVCache) -> None:
         """Join a model and the cache its KV goes to.
 
         Args:
@@ -50,7 +49,7 @@ class TorchRunner:
             return []
         # Single tokens of any kind go through decode attention, which takes them all at once.
         order = sorted(plan.chunks, key=lambda chunk: chunk.num_tokens > 1)
-        hidden = self._model.forward(self._batch(order), self._cache)
+        hidden = self._model.forward(build_batch(order, self._block_tokens), self._cache)
         ends, row = {}, 0
         for chunk in order:
             row += chunk.num_tokens
@@ -112,49 +111,6 @@ class TorchRunner:
             assert sampled.token_id is not None, "the chunk reaches the newest token"
             sequence.token_ids.append(sampled.token_id)
 
-    def _batch(self, chunks: Seq[Chunk]) -> Batch:
-        """Flatten chunks, single tokens first, into tensors."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        prompt_lens: list[int] = []
-        blocks: list[int] = []
-        for chunk in chunks:
-            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
-            span = range(start, start + chunk.num_tokens)
-            table = sequence.block_table
-            tokens += sequence.token_ids[span.start : span.stop]
-            positions += span
-            prompt_lens += [len(sequence.spec.prompt)] * len(span)
-            blocks += [table[position // self._block_tokens] for position in span]
-        decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
-        where = self._tensor(positions)
-        return Batch(
-            token_ids=self._tensor(tokens),
-            positions=where,
-            prompt_lens=self._tensor(prompt_lens),
-            blocks=self._tensor(blocks),
-            offsets=where % self._block_tokens,
-            num_decodes=len(decodes),
-            decode_tables=self._decode_tables(decodes),
-            chunks=tuple(
-                ChunkRows(self._tensor(self._used_blocks(chunk)), chunk.sequence.num_computed_tokens, chunk.num_tokens)
-                for chunk in chunks[len(decodes) :]
-            ),
-        )
-
-    def _used_blocks(self, chunk: Chunk) -> Seq[int]:
-        """The sequence's blocks up to the chunk's end."""
-        end = chunk.sequence.num_computed_tokens + chunk.num_tokens
-        return chunk.sequence.block_table[: -(-end // self._block_tokens)]
-
-    def _decode_tables(self, decodes: Seq[Chunk]) -> Tensor:
-        tables = [self._used_blocks(chunk) for chunk in decodes]
-        width = max(map(len, tables), default=0)
-        return self._tensor([[*table, *[0] * (width - len(table))] for table in tables])
-
-    def _tensor(self, values: Seq[int] | Seq[Seq[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -165,19 +121,6 @@ class LoadedModel:
     config: ModelConfig
     layout: KVLayout
     fingerprint: Fingerprint
-
-
-def resolve_dtype(name: str, device: torch.device) -> str:
-    """The dtype "auto" stands for: bfloat16 where the device multiplies it natively, else float32.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if name == "auto":
-        return "bfloat16" if is_native(torch.bfloat16, device) else "float32"
-    if name not in DTYPES:
-        raise ConfigError(f"dtype={name}: must be auto, {', '.join(DTYPES)}")
-    return name
 
 
 def load_runner(
@@ -191,6 +134,7 @@ def load_runner(
     num_blocks: int | None = None,
     kv_memory_bytes: int | None = None,
     threads: int | None = None,
+    deterministic: bool = False,
     load_progress: Progress | None = None,
     hash_progress: Progress | None = None,
 ) -> LoadedModel:
@@ -204,7 +148,8 @@ def load_runner(
         block_tokens: tokens in one KV block; a power of two.
         num_blocks: how many KV blocks; or
         kv_memory_bytes: memory to fill with them. Exactly one of the two is given.
-        threads: compute threads of this process; None leaves torch's choice.
+        threads: compute threads of this process; None: one, and what torch chooses for its own operations.
+        deterministic: a token's logits are the same bits in any batch, however its prompt was cut into chunks.
         load_progress: called with (bytes, total bytes) while weights are read.
         hash_progress: the same while weights without known checksums are hashed.
     Raises:
@@ -218,11 +163,12 @@ def load_runner(
             raise ConfigError(f"threads={threads}: must be at least 1")
         torch.set_num_threads(threads)
     place = torch.device(device)
-    dtype = resolve_dtype(dtype, place)
     config = load_model_config(folder)
+    library = native_library(place)
+    dtype = resolve_dtype(dtype, place, checkpoint_dtype(folder), library)
     layout = config.kv_layout(block_tokens, dtype)
     with WeightReader(folder, config, DTYPES[dtype], load_progress) as reader:
-        loaded = Model(config, reader, place)
+        loaded = load_decoder(config, reader, place, library, threads=threads or 1, deterministic=deterministic)
     kv_cache = KVCache(layout, _num_blocks(layout, num_blocks, kv_memory_bytes), place)
     fingerprint = Fingerprint(
         model=model,

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CHECKSUMS_FILE = "checksums.json"  # written by the importer: {file name: sha256}
 _HASH_CHUNK_BYTES = 1 << 24
+EMBEDDING = "model.embed_tokens.weight"
+_STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 _MAX_NAMES = 5  # tensors named in one error
 
 
@@ -60,7 +63,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inter = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        EMBEDDING: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not config.tie_word_embeddings:
@@ -90,6 +93,59 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         add(f"{prefix}.self_attn.o_proj", hidden, q_rows, config.o_bias)
         add(f"{prefix}.mlp.down_proj", hidden, inter, config.mlp_bias)
     return shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where one product of a layer has its weights: tensors that are stacked, since one pass over memory beats three."""
+
+    names: tuple[str, ...]  # without ".weight" and ".bias"
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProjections:
+    """The products of one layer."""
+
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> "LayerProjections":
+        """Name them as the checkpoint of `config` does."""
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        qkv = tuple(f"{attention}.{name}_proj" for name in ("q", "k", "v"))
+        gate_up = tuple(f"{mlp}.{name}_proj" for name in ("gate", "up"))
+        if config.has_fused_projections:
+            qkv, gate_up = (f"{attention}.qkv_proj",), (f"{mlp}.gate_up_proj",)
+        return cls(
+            qkv=Projection(qkv, config.qkv_bias),
+            o=Projection((f"{attention}.o_proj",), config.o_bias),
+            gate_up=Projection(gate_up, config.mlp_bias),
+            down=Projection((f"{mlp}.down_proj",), config.mlp_bias),
+        )
+
+
+def checkpoint_dtype(folder: Path) -> torch.dtype:
+    """What the folder stores its embedding in; float32 for a dtype Baton does not compute with.
+
+    Raises:
+        ModelError: there are no weights, or a file is broken.
+    """
+    for path in weight_files(folder):
+        with _open_safetensors(path) as file:
+            if EMBEDDING in file.keys():  # noqa: SIM118 - not a dict
+                return _STORED_DTYPES.get(file.get_slice(EMBEDDING).get_dtype(), torch.float32)
+    return torch.float32
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 class WeightReader:
@@ -126,11 +182,13 @@ class WeightReader:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What tensors are converted to."""
+        return self._dtype
+
     def _open(self, path: Path) -> None:
-        try:
-            file = self._stack.enter_context(safe_open(str(path), framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+        file = self._stack.enter_context(_open_safetensors(path))
         self._files.update(dict.fromkeys(file.keys(), file))
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
@@ -160,10 +218,28 @@ class WeightReader:
         parts: list[Tensor] = [self._files[name].get_tensor(name) for name in names]
         # A copy in any case: the mapping is closed, and may be replaced on disk, while the model runs.
         tensor = torch.cat([part.to(self._dtype) for part in parts])
-        self._done_bytes += tensor.nbytes
+        self._count(tensor)
+        return tensor
+
+    def parts(self, *names: str) -> list[Tensor]:
+        """Tensors to be copied into another order, in the checkpoint's own precision where that is less than the wanted one.
+
+        Args:
+            names: of equal trailing shapes.
+        Returns:
+            One tensor each, all of one dtype. They may lie in the mapped file: use them before the reader is closed.
+        """
+        parts: list[Tensor] = [self._files[name].get_tensor(name) for name in names]
+        stored = {part.dtype for part in parts}
+        is_narrower = self._dtype == torch.float32 and len(stored) == 1 and stored <= {torch.bfloat16, torch.float16}
+        for part in parts:
+            self._count(part)
+        return parts if is_narrower else [part.to(self._dtype) for part in parts]
+
+    def _count(self, tensor: Tensor) -> None:
+        self._done_bytes += tensor.numel() * self._dtype.itemsize
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
-        return tensor
 
 
 def weights_hash(folder: Path, progress: Progress | None = None) -> str:

@@ -29,13 +29,16 @@ class Linear:
     are kept as float32, the product is computed in float32, and only its result is rounded.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, fixed_rows: int | None = None) -> None:
         """Prepare the weights; on a CPU that is a copy in the order in which oneDNN reads them.
 
         Args:
             weight: [out, in].
             bias: [out], or None.
+            fixed_rows: multiply this many rows at a time, always: a row's result then does not depend on the batch, since
+                oneDNN chooses its order of additions by the number of rows.
         """
+        self._fixed_rows = fixed_rows
         self._dtype = weight.dtype if is_native(weight.dtype, weight.device) else torch.float32
         self._bias = None if bias is None else bias.to(self._dtype)
         has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
@@ -53,8 +56,14 @@ class Linear:
             [n, out] in x's dtype.
         """
         wide = x.to(self._dtype)
+        if self._fixed_rows is None:
+            return self._multiply(wide).to(x.dtype)
+        padded = F.pad(wide, (0, 0, 0, -len(x) % self._fixed_rows))
+        out = torch.cat([self._multiply(rows) for rows in torch.split(padded, self._fixed_rows)])
+        return out[: len(x)].to(x.dtype)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._is_packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(wide, self._weight, self._bias, "none", [], "")
-        else:
-            out = F.linear(wide, self._weight, self._bias)
-        return out.to(x.dtype)
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return out
+        return F.linear(x, self._weight, self._bias)

@@ -12,12 +12,15 @@ import torch
 from core.model_config import load_model_config
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec
+from engine.batch import Decoder, build_batch
 from engine.kv_cache import KVCache
-from engine.model import Batch, ChunkRows, Model
+from engine.model import Model
+from engine.native_model import MixedModel, NativeModel
 from engine.plan import Chunk, StepPlan
 from engine.sequence import Sequence
 from engine.torch_runner import TorchRunner, load_runner
 from engine.weights import WeightReader
+from tests.unit.native import native_ops
 
 transformers = pytest.importorskip("transformers")
 
@@ -115,39 +118,38 @@ def shuffled_table(num_blocks: int, num_tokens: int, seed: int) -> tuple[int, ..
     return tuple(random.Random(seed).sample(range(num_blocks), -(-num_tokens // BLOCK_TOKENS)))
 
 
-def chunked_logits(model: Model, cache: KVCache, prompt: list[int], cuts: list[int]) -> torch.Tensor:
+def load(backend: str, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = load_model_config(folder)
+    with WeightReader(folder, config, dtype) as reader:
+        match backend:
+            case "native":
+                return NativeModel(config, reader, native_ops())
+            case "mixed":
+                return MixedModel(config, reader, native_ops())
+        return Model(config, reader, torch.device("cpu"))
+
+
+def new_sequence(prompt: list[int], table: tuple[int, ...]) -> Sequence:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, seed=0)
+    return Sequence(
+        SequenceSpec(sequence_id="s", prompt=tuple(prompt), sampling=sampling, eos_token_ids=(), block_table=table)
+    )
+
+
+def chunked_logits(model: Decoder, cache: KVCache, prompt: list[int], cuts: list[int]) -> torch.Tensor:
     """Logits of every prompt token, the prompt cut into pieces of these lengths (the last one takes the rest)."""
-    table = torch.tensor(shuffled_table(cache.num_blocks, len(prompt), seed=len(cuts)))
+    sequence = new_sequence(prompt, shuffled_table(cache.num_blocks, len(prompt), seed=len(cuts)))
     rows: list[torch.Tensor] = []
-    start = 0
-    while start < len(prompt):
-        length = min(cuts[0] if len(cuts) == 1 else cuts.pop(0), len(prompt) - start)
-        positions = torch.arange(start, start + length)
-        is_single = length == 1
-        batch = Batch(
-            token_ids=torch.tensor(prompt[start : start + length]),
-            positions=positions,
-            prompt_lens=torch.full((length,), len(prompt)),
-            blocks=table[positions // BLOCK_TOKENS],
-            offsets=positions % BLOCK_TOKENS,
-            num_decodes=int(is_single),
-            decode_tables=table[None] if is_single else table.new_empty((0, 0)),
-            chunks=() if is_single else (ChunkRows(table, start, length),),
-        )
+    while sequence.num_uncomputed_tokens:
+        length = min(cuts[0] if len(cuts) == 1 else cuts.pop(0), sequence.num_uncomputed_tokens)
+        batch = build_batch([Chunk(sequence, length)], BLOCK_TOKENS)
         rows.append(model.logits(model.forward(batch, cache.tensor)))
-        start += length
+        sequence.num_computed_tokens += length
     return torch.cat(rows)
 
 
 def greedy_tokens(runner: TorchRunner, prompt: list[int], num_blocks: int, chunk_tokens: int) -> list[int]:
-    spec = SequenceSpec(
-        sequence_id="s",
-        prompt=tuple(prompt),
-        sampling=SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, seed=0),
-        eos_token_ids=(),
-        block_table=shuffled_table(num_blocks, len(prompt) + NEW_TOKENS, seed=9),
-    )
-    sequence = Sequence(spec)
+    sequence = new_sequence(prompt, shuffled_table(num_blocks, len(prompt) + NEW_TOKENS, seed=9))
     while sequence.num_output_tokens < NEW_TOKENS:
         chunk = Chunk(sequence, min(chunk_tokens, sequence.num_uncomputed_tokens))
         sampled = runner.run(StepPlan((chunk,)))
@@ -156,8 +158,9 @@ def greedy_tokens(runner: TorchRunner, prompt: list[int], num_blocks: int, chunk
     return sequence.token_ids[len(prompt) :]
 
 
+@pytest.mark.parametrize("backend", ["torch", "native", "mixed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, backend: str, tmp_path: Path) -> None:
     reference = random_model(case)
     reference.save_pretrained(tmp_path)
     prompt = prompt_ids()
@@ -173,10 +176,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, tmp_path
         )[0, len(prompt) :].tolist()
     assert len(set(answer)) > 3, "an answer that repeats one token would prove little"
 
-    config = load_model_config(tmp_path)
-    with WeightReader(tmp_path, config, torch.float32) as reader:
-        model = Model(config, reader, torch.device("cpu"))
-    cache = KVCache(config.kv_layout(BLOCK_TOKENS, "float32"), 40, torch.device("cpu"))
+    model = load(backend, tmp_path)
+    cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "float32"), 40, torch.device("cpu"))
     runner = TorchRunner(model, cache)
     for cuts in ([PROMPT_TOKENS], [8], [1], [5, 1, 13, 4], [BLOCK_TOKENS * 3, 1]):
         cache.tensor.fill_(float("nan"))  # nothing but what was written may be read
@@ -204,17 +205,16 @@ def test_a_sharded_folder_is_the_same_model(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_bfloat16_model_rounds_no_worse_than_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "native", "mixed"])
+def test_a_bfloat16_model_rounds_no_worse_than_transformers(backend: str, tmp_path: Path) -> None:
     reference = random_model(CASES[0]).to(torch.bfloat16)
     reference.save_pretrained(tmp_path)
     prompt = prompt_ids()
     with torch.inference_mode():
         theirs = reference(torch.tensor([prompt])).logits[0].float()
         exact = reference.float()(torch.tensor([prompt])).logits[0]
-    config = load_model_config(tmp_path)
-    with WeightReader(tmp_path, config, torch.bfloat16) as reader:
-        model = Model(config, reader, torch.device("cpu"))
-    cache = KVCache(config.kv_layout(BLOCK_TOKENS, "bfloat16"), 40, torch.device("cpu"))
+    model = load(backend, tmp_path, torch.bfloat16)
+    cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "bfloat16"), 40, torch.device("cpu"))
     with torch.inference_mode():
         ours = chunked_logits(model, cache, prompt, [8])
     assert (ours - exact).norm() < 1.1 * (theirs - exact).norm()

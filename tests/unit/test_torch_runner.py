@@ -11,10 +11,11 @@ from core.errors import ConfigError, ModelError
 from core.layout import KVLayout
 from core.sampling import SamplingParams
 from core.sequence import BlockMemory, SequenceSpec
+from engine.backend import resolve_dtype
 from engine.kv_cache import KVCache
 from engine.plan import Chunk, Sampled, StepPlan
 from engine.sequence import Sequence
-from engine.torch_runner import LoadedModel, load_runner, resolve_dtype
+from engine.torch_runner import LoadedModel, load_runner
 from kernels.linear import is_native
 from tests.unit.tiny_model import tiny_weights, write_tiny_model
 
@@ -147,11 +148,17 @@ def test_every_dtype_loads_and_decodes(tmp_path: Path, dtype: str) -> None:
     assert all(0 <= token < 101 for tokens in run_alone(loaded, sequences(2)) for token in tokens)
 
 
-def test_auto_is_bfloat16_only_where_it_is_native() -> None:
-    assert resolve_dtype("auto", CPU) == ("bfloat16" if is_native(torch.bfloat16, CPU) else "float32")
-    assert resolve_dtype("float16", CPU) == "float16"
+def test_auto_is_the_checkpoints_dtype_where_that_is_fast() -> None:
+    library, bf16, f16, f32 = Path("a-library"), torch.bfloat16, torch.float16, torch.float32
+    assert [resolve_dtype("auto", CPU, stored, library) for stored in (bf16, f16, f32)] == [
+        "bfloat16",
+        "float16",
+        "float32",
+    ]
+    assert resolve_dtype("auto", CPU, bf16, None) == ("bfloat16" if is_native(bf16, CPU) else "float32")
+    assert resolve_dtype("float16", CPU, bf16, None) == "float16"
     with pytest.raises(ConfigError, match="dtype=int8"):
-        resolve_dtype("int8", CPU)
+        resolve_dtype("int8", CPU, f32, library)
 
 
 def test_memory_is_turned_into_blocks_and_limits_are_named(tmp_path: Path) -> None:

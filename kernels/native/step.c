@@ -1,0 +1,71 @@
+// One step of the whole model in one call.
+#include <stdlib.h>
+
+#include "baton.h"
+#include "vec.h"
+
+// Rows that go through a layer's products together, so that what one leaves the next finds in the cache.
+enum { BLOCK_ROWS = 192 };
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+typedef struct {
+    const baton_model *model;
+    const baton_batch *batch;
+    float *hidden;
+} embedding_job;
+
+static void embed_rows(void *arg, int worker, int num_workers, void *scratch) {
+    (void)scratch;
+    const embedding_job *job = arg;
+    for (int64_t token = worker; token < job->batch->num_tokens; token += num_workers)
+        baton_unpack_row(&job->model->embedding, job->batch->token_ids[token],
+                         job->hidden + token * job->model->hidden_size);
+}
+
+// Returns 0, or -1 when there is no memory for the activations.
+int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *hidden) {
+    int64_t n = batch->num_tokens, size = model->hidden_size, inter = model->intermediate_size;
+    int64_t block = min64(n, BLOCK_ROWS), q_size = model->num_heads * model->head_dim;
+    int64_t qkv_size = q_size + 2 * model->num_kv_heads * model->head_dim;
+    float *memory = NULL;
+    int64_t floats = n * (qkv_size + q_size) + block * (2 * size + 3 * inter);
+    if (posix_memalign((void **)&memory, 64, (size_t)floats * sizeof *memory)) return -1;
+    float *qkv = memory, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
+    float *delta = normed + block * size, *gate_up = delta + block * size, *gated = gate_up + block * 2 * inter;
+
+    embedding_job embedding = {model, batch, hidden};
+    baton_run(pool, embed_rows, &embedding);
+    for (int64_t number = 0; number < model->num_layers; number++) {
+        const baton_layer *layer = &model->layers[number];
+        for (int64_t row = 0; row < n; row += block) {
+            int64_t rows = min64(block, n - row);
+            baton_rms_norm(pool, hidden + row * size, NULL, layer->input_norm, model->norm_eps, normed, rows, size, BATON_F32);
+            baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows);
+        }
+        baton_attend(pool, model, batch, number, qkv, attended, BATON_F32);
+        for (int64_t row = 0; row < n; row += block) {
+            int64_t rows = min64(block, n - row);
+            float *x = hidden + row * size;
+            baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows);
+            baton_rms_norm(pool, x, delta, layer->post_norm, model->norm_eps, normed, rows, size, BATON_F32);
+            baton_multiply(pool, &layer->gate_up, normed, gate_up, rows);
+            baton_silu_mul(pool, gate_up, gated, rows, inter, BATON_F32);
+            baton_multiply(pool, &layer->down, gated, delta, rows);
+            baton_rms_norm(pool, x, delta, NULL, model->norm_eps, NULL, rows, size, BATON_F32);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+// logits[num_rows, num_outputs of the head] of rows of what `baton_forward` gave. Returns as that does.
+int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits) {
+    float *normed = NULL;
+    if (posix_memalign((void **)&normed, 64, (size_t)(num_rows * model->hidden_size) * sizeof *normed)) return -1;
+    memcpy(normed, hidden, (size_t)(num_rows * model->hidden_size) * sizeof *normed);
+    baton_rms_norm(pool, normed, NULL, model->final_norm, model->norm_eps, normed, num_rows, model->hidden_size, BATON_F32);
+    baton_multiply(pool, &model->head, normed, logits, num_rows);
+    free(normed);
+    return 0;
+}

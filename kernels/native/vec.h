@@ -1,0 +1,154 @@
+// Vectors of floats as the compiler's own types: one source for AVX2, AVX-512, NEON and plain SSE.
+//
+// Everything is compiled with FP contraction on and no other relaxation of IEEE arithmetic: `a += b * c` is one
+// fused operation wherever the CPU has one, NaN and infinity keep their meaning.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // at any address
+typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf v) { *(vf_any *)p = v; }
+INLINE vu load_words(const void *p) { return *(const vu_any *)p; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+
+// Sums and maxima over the lanes, always in the same order.
+INLINE float sum_lanes(vf v) {
+    float part[LANES];
+    store(part, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+INLINE float max_lanes(vf v) {
+    float part[LANES];
+    store(part, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] = part[i + width] > part[i] ? part[i + width] : part[i];
+    return part[0];
+}
+
+// 2 to the power x, relative error below 2e-7; exactly 0 below -126 (so for -inf), NaN for NaN.
+INLINE vf exp2_lanes(vf x) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    vf inside = pick(x < -126.0f, splat(-126.0f), pick(x > 127.0f, splat(127.0f), x));
+    vf shifted = inside + round;
+    vf f = inside - (shifted - round);  // [-0.5, 0.5]
+    vf p = splat(1.535336188319500e-4f);  // Taylor of 2^f in the order of the minimax fit of Cephes' exp2f
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    vf scale = (vf)(((vu)shifted << 23) + (127u << 23));
+    return pick(x < -126.0f, splat(0.0f), p * scale);
+}
+
+// The two 16-bit numbers in each word, as floats. bfloat16 is the upper half of a float.
+INLINE vf low_bf16(vu words) { return (vf)(words << 16); }
+INLINE vf high_bf16(vu words) { return (vf)(words & 0xffff0000u); }
+
+// float16 in the low half of each word. The exponent is moved by a multiplication, which also handles subnormals.
+INLINE vf low_f16(vu words) {
+    vu magnitude = (words & 0x7fffu) << 13;
+    vf value = (vf)magnitude * 0x1p112f;
+    vu is_special = (vu)(magnitude >= (0x7c00u << 13));  // infinity and NaN
+    return (vf)(((vu)value | (is_special & 0x7f800000u)) | ((words & 0x8000u) << 16));
+}
+INLINE vf high_f16(vu words) { return low_f16(words >> 16); }
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+// Transposes LANES x LANES words in registers.
+INLINE void transpose(vu rows[LANES]) {
+    vu t[LANES];
+#if LANES == 4
+#define LOW32(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define HIGH32(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
+#define LOW64(a, b) SHUFFLE(a, b, 0, 1, 4, 5)
+#define HIGH64(a, b) SHUFFLE(a, b, 2, 3, 6, 7)
+#elif LANES == 8
+#define LOW32(a, b) SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH32(a, b) SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LOW64(a, b) SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH64(a, b) SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#else
+#define LOW32(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH32(a, b) SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW64(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH64(a, b) SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#endif
+    // 4 x 4 inside each 128-bit part ...
+    UNROLL for (int i = 0; i < LANES; i += 4) {
+        vu ab_low = LOW32(rows[i], rows[i + 1]), ab_high = HIGH32(rows[i], rows[i + 1]);
+        vu cd_low = LOW32(rows[i + 2], rows[i + 3]), cd_high = HIGH32(rows[i + 2], rows[i + 3]);
+        t[i] = LOW64(ab_low, cd_low);
+        t[i + 1] = HIGH64(ab_low, cd_low);
+        t[i + 2] = LOW64(ab_high, cd_high);
+        t[i + 3] = HIGH64(ab_high, cd_high);
+    }
+    // ... then the parts themselves.
+#if LANES == 4
+    UNROLL for (int i = 0; i < 4; i++) rows[i] = t[i];
+#elif LANES == 8
+    UNROLL for (int i = 0; i < 4; i++) {
+        rows[i] = SHUFFLE(t[i], t[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + 4] = SHUFFLE(t[i], t[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#else
+#define EVEN_PARTS(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD_PARTS(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+    UNROLL for (int i = 0; i < 4; i++) {
+        vu even_01 = EVEN_PARTS(t[i], t[i + 4]), odd_01 = ODD_PARTS(t[i], t[i + 4]);
+        vu even_23 = EVEN_PARTS(t[i + 8], t[i + 12]), odd_23 = ODD_PARTS(t[i + 8], t[i + 12]);
+        rows[i] = EVEN_PARTS(even_01, even_23);
+        rows[i + 4] = EVEN_PARTS(odd_01, odd_23);
+        rows[i + 8] = ODD_PARTS(even_01, even_23);
+        rows[i + 12] = ODD_PARTS(odd_01, odd_23);
+    }
+#endif
+}
+
+// One register tile of a matrix product: y[r][:] += x[r][:] * w for `rows` rows and `width` vectors of columns.
+// `rows` and `width` are constants where this is inlined; they choose registers, never the order of additions:
+// every element is one chain of fused multiply-adds in the order of k.
+INLINE void multiply_tile(const float *x, long x_stride, const float *w, long w_stride, long num_k, vf sums[6][4],
+                          const int rows, const int width) {
+    vf acc[6][4];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = sums[r][j];
+    for (long k = 0; k < num_k; k++, w += w_stride) {
+        vf column[4];
+        UNROLL for (int j = 0; j < width; j++) column[j] = load(w + j * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            float factor = x[r * x_stride + k];
+            UNROLL for (int j = 0; j < width; j++) acc[r][j] += factor * column[j];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) sums[r][j] = acc[r][j];
+}
