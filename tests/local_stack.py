@@ -234,8 +234,15 @@ class Stack:
         changes: Mapping[str, Any] | None = None,
         port: int = 0,
         configure: Callable[[ScriptedEngine], None] = lambda _: None,
+        load: Callable[[], EngineParts] | None = None,
     ) -> Worker:
-        """Start one and wait until it is registered. `changes` are of its fingerprint."""
+        """Start one and wait until it is registered.
+
+        Args:
+            changes: of its fingerprint.
+            configure: its scripted engine.
+            load: a real engine instead, which the rest says nothing about.
+        """
         engine = scripted_engine(
             num_blocks=num_blocks,
             layout=scripted_layout(block_tokens),
@@ -257,6 +264,9 @@ class Stack:
             ),
             max_cached_prompt_tokens=CONTEXT,
         )
+        if load is not None:
+            parts = load()
+            engine = engine._replace(loop=parts.engine, pool=parts.pool)
         worker = Worker(role, engine, GatedTransport(self._make_transport()), self.registry())
 
         async def build(incarnation: str, metrics: CollectorRegistry) -> WorkerParts:
