@@ -39,7 +39,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that takes twice the time to make, once per sequence and step
 class SequenceOutput:
     """What one step gave one sequence. `has_ended` outputs are the last: its blocks are back in the pool.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from core.errors import ConfigError
 from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig
+from engine.batch import Decoder
 from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache
 from engine.loop import EngineLoop
@@ -19,6 +20,7 @@ class BuiltEngine:
     """An engine, not started, and what it works on."""
 
     engine: EngineLoop
+    model: Decoder
     pool: BlockPool
     memory: KVCache
     layout: KVLayout
@@ -38,6 +40,8 @@ def build_engine(
     threads: int,
     limits: StepLimits,
     swap_bytes: int = 0,
+    deterministic: bool = False,
+    cores: frozenset[int] = frozenset(),
     load_progress: Progress | None = None,
 ) -> BuiltEngine:
     """Load a model, allocate its KV blocks and warm it up. Takes seconds.
@@ -49,6 +53,8 @@ def build_engine(
         num_blocks: KV blocks; 0: as many as `kv_memory_bytes` holds.
         limits: of one step.
         swap_bytes: of host memory for the blocks of preempted sequences; 0: they are always computed anew.
+        deterministic: an answer is the same, bit for bit, whatever else the engine computes.
+        cores: that the engine's thread keeps to; empty: any.
         load_progress: told (bytes, total bytes) while weights are read.
     Raises:
         ConfigError: a value or a model that cannot work.
@@ -64,13 +70,15 @@ def build_engine(
         num_blocks=num_blocks or None,
         kv_memory_bytes=None if num_blocks else kv_memory_bytes,
         threads=threads,
+        deterministic=deterministic,
         load_progress=load_progress,
     )
     loaded.runner.warm_up()
     pool = BlockPool(loaded.kv_cache.num_blocks)
     swap_memory = (loaded.kv_cache, swap_bytes) if swap_bytes else None
     return BuiltEngine(
-        engine=EngineLoop(loaded.runner, limits, pool, block_tokens, swap_memory=swap_memory),
+        engine=EngineLoop(loaded.runner, limits, pool, block_tokens, swap_memory=swap_memory, cores=cores),
+        model=loaded.model,
         pool=pool,
         memory=loaded.kv_cache,
         layout=loaded.layout,

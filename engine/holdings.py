@@ -59,8 +59,11 @@ class Holdings:
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the blocks that are computed now."""
+        num_full = sequence.num_computed_tokens // self._block_tokens
+        if num_full <= sequence.num_published_blocks:
+            return
         hashes = sequence.hashes(self._block_tokens)
-        num_full = min(sequence.num_computed_tokens // self._block_tokens, len(hashes))
+        num_full = min(num_full, len(hashes))
         for index in range(sequence.num_published_blocks, num_full):
             sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)

@@ -11,9 +11,9 @@ Blocks are given and taken at the same border, in one transaction on the pool: w
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from core.clock import Clock, monotonic
 from core.errors import BatonError
@@ -55,6 +55,7 @@ class EngineLoop:
         block_tokens: tokens in one block.
         swap_memory: the blocks' bytes and how many bytes of host memory preempted sequences may be swapped to; None: they
             are always computed anew.
+        cores: that the engine's thread keeps to; empty: any.
         plan: chooses a step; `plan_step` unless a worker needs another order.
         clock: for `step_s` and `stalled_s`.
     """
@@ -67,6 +68,7 @@ class EngineLoop:
         block_tokens: int,
         *,
         swap_memory: tuple[BlockMemory, int] | None = None,
+        cores: frozenset[int] = frozenset(),
         plan: Plan = plan_step,
         clock: Clock = monotonic,
     ) -> None:
@@ -77,6 +79,7 @@ class EngineLoop:
         self._rates = Rates()
         swap = swap_memory and HostSwap(*swap_memory, self._rates.note_copied, clock)
         self._holdings = Holdings(pool, block_tokens, swap, self._rates)
+        self._cores = cores
         self._plan = plan
         self._clock = clock
         self._num_submitted = 0
@@ -132,6 +135,8 @@ class EngineLoop:
         reason: FinishReason = "abort"
         error = ""
         try:
+            if self._cores:
+                os.sched_setaffinity(threading.get_native_id(), self._cores)
             while not self._inbox.is_closed:
                 self._turn()
         except Exception:  # a bug in this file or in the plan; a thread that dies in silence would hang every client
@@ -248,15 +253,7 @@ class EngineLoop:
             sequence.token_ids.append(sampled.token_id)
             finish = finish_reason(sequence)
             has_ended = finish.reason is not None or sequence.spec.prefill_only
-            output = self._output(
-                sequence,
-                token_ids=(sampled.token_id,),
-                logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
-                prompt_logprobs=prompt_logprobs,
-                has_ended=has_ended,
-                finish_reason=finish.reason,
-                matched_stop_id=finish.matched_stop_id,
-            )
+            output = self._output(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs, has_ended, *finish)
             if has_ended:
                 del self._live[sequence.spec.sequence_id]
                 self._holdings.end(sequence)
@@ -278,13 +275,31 @@ class EngineLoop:
         self._holdings.end(sequence)
         return output
 
-    def _output(self, sequence: Sequence, **news: Any) -> SequenceOutput:
+    def _output(
+        self,
+        sequence: Sequence,
+        token_id: int | None = None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        has_ended: bool = False,
+        finish_reason: FinishReason | None = None,
+        matched_stop_id: int | None = None,
+        error: str = "",
+    ) -> SequenceOutput:
+        spec = sequence.spec
+        num_cached = sequence.num_cached_tokens
         return SequenceOutput(
-            sequence_id=sequence.spec.sequence_id,
+            sequence_id=spec.sequence_id,
+            token_ids=() if token_id is None else (token_id,),
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=prompt_logprobs,
             num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=min(sequence.num_cached_tokens or 0, len(sequence.spec.prompt) - 1),
-            block_table=tuple(sequence.block_table) if sequence.spec.prefill_only else (),
-            **news,
+            num_cached_tokens=min(num_cached, len(spec.prompt) - 1) if num_cached else 0,
+            block_table=tuple(sequence.block_table) if spec.prefill_only else (),
+            has_ended=has_ended,
+            finish_reason=finish_reason,
+            matched_stop_id=matched_stop_id,
+            error=error,
         )
 
     def _emit(self, result: StepResult) -> None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from core.sequence import TokenLogprobs
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `num_tokens` uncomputed tokens of one sequence: 1 for a decode, many for a piece of prompt."""
 
     sequence: Sequence
@@ -39,8 +38,7 @@ class StepPlan:
     num_kept_blocks: int = 0  # to be left by newcomers for the first sequence that waits for room
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a chunk gave: a token where it samples, log-probabilities where its sequence asked for them, or an error."""
 
     token_id: int | None  # None: the chunk does not reach the newest token, or failed

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from core.errors import ConfigError
@@ -142,7 +142,7 @@ class ScriptedRunner:
             return result
         following = spec.prompt[start + 1 : start + 1 + chunk.num_tokens]
         entries = tuple(scripted_logprobs(token, num_top, self.vocab_size) for token in following)
-        return replace(result, prompt_logprobs=entries)
+        return Sampled(result.token_id, result.logprobs, entries)
 
     def _write(self, chunk: Chunk) -> None:
         sequence = chunk.sequence

@@ -60,7 +60,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether the next step computes just the newest token."""
-        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        num_tokens = len(self.token_ids)  # spelled out: the loop asks this of every sequence, several times a step
+        return self.num_computed_tokens == num_tokens - 1 and num_tokens > len(self.spec.prompt)
 
     def hashes(self, block_tokens: int) -> list[bytes]:
         """The hash of each full block of known tokens; none where its blocks are nobody else's business."""

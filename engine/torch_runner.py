@@ -1,7 +1,7 @@
 """Carries out step plans with torch: builds the batch, runs the model, samples."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -83,7 +83,7 @@ class TorchRunner:
             if piece is None:
                 return Sampled(None, error=UNUSABLE)
             entries += piece
-        return replace(sampled, prompt_logprobs=tuple(entries))
+        return Sampled(sampled.token_id, sampled.logprobs, tuple(entries))
 
     def warm_up(self) -> None:
         """Run a small prompt and one decode, so that the first request meets no first-call cost.
@@ -117,6 +117,7 @@ class LoadedModel:
     """Everything a worker needs of one loaded model."""
 
     runner: TorchRunner
+    model: Decoder
     kv_cache: KVCache
     config: ModelConfig
     layout: KVLayout
@@ -182,7 +183,12 @@ def load_runner(
         block_tokens=block_tokens,
     )
     return LoadedModel(
-        runner=TorchRunner(loaded, kv_cache), kv_cache=kv_cache, config=config, layout=layout, fingerprint=fingerprint
+        runner=TorchRunner(loaded, kv_cache),
+        model=loaded,
+        kv_cache=kv_cache,
+        config=config,
+        layout=layout,
+        fingerprint=fingerprint,
     )
 
 

@@ -1,6 +1,7 @@
 """The `baton` command. Exit status: 0 done, 2 wrong usage or configuration, 1 failed."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Fetch, import and list models.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+bench_app = typer.Typer(help="Measure speed.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 Endpoint = Annotated[str, typer.Option(envvar="BATON_ENDPOINT", help="A router's gRPC address.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens; default: the rest of the context.")]
@@ -169,6 +172,17 @@ def list_command() -> None:
     for stored in ModelStore(baton_home()).list():
         table.add_row(stored.name, stored.architecture, f"{stored.size_bytes / 2**20:.0f} MiB")
     Console().print(table)
+
+
+@bench_app.command(
+    name="engine",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # its own: see bench.engine
+)
+def bench_engine(context: typer.Context) -> None:
+    """One engine's decode and prefill speed, beside this machine's own limits."""
+    # Becomes that program: nothing imports bench, and what it measures starts in a process of its own anyway.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "bench.engine", *context.args])  # noqa: S606
 
 
 def _fetch(name: str) -> Path:

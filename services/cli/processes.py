@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,15 @@ from services.cli.home import baton_home
 from services.cli.progress import progress_bars
 from services.common.lifecycle import run_until_stopped
 from services.common.logs import configure_logging
-from services.common.options import ClusterOptions, EngineOptions, ModelOptions, RouterLimits, limit_context, parse_size
+from services.common.options import (
+    ClusterOptions,
+    EngineOptions,
+    ModelOptions,
+    RouterLimits,
+    limit_context,
+    parse_cores,
+    parse_size,
+)
 
 if TYPE_CHECKING:  # a quarter of a second of imports that clients need not wait for
     from services.common.engine_parts import EngineParts
@@ -106,6 +115,15 @@ class _WorkerInputs:
         self.transport.close()
 
 
+def _usable_cores(text: str) -> frozenset[int]:
+    """The cores of a --cores flag. Raises ConfigError unless this process may run on each."""
+    cores = parse_cores(text)
+    usable = os.sched_getaffinity(0)
+    if cores - usable:
+        raise ConfigError(f"cores={text}: this process may only use {','.join(map(str, sorted(usable)))}")
+    return cores
+
+
 def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
     from engine.build import build_engine
     from engine.scheduler import StepLimits
@@ -126,6 +144,8 @@ def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
             threads=options.threads,
             limits=limits,
             swap_bytes=parse_size(options.swap_memory),
+            deterministic=options.deterministic,
+            cores=_usable_cores(options.cores),
             load_progress=lambda done, total: report("load", done, total),
         )
     capacity = Capacity(

@@ -1,6 +1,7 @@
 """`baton up`: a whole local stack until Ctrl-C."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,9 +68,10 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
     model = arguments_of(options.model)
     worker = [*here, *model, *arguments_of(options.engine)]
     num_prefill = options.sizes.prefill if options.limits.mode == "disaggregated" else 0
+    cores = iter(_own_cores(options, options.sizes.decode + num_prefill))
     specs: list[tuple[str, list[str]]] = []
     for role, number in (("decode", options.sizes.decode), ("prefill", num_prefill)):
-        specs += [(f"{role}-{index}", [role, *worker]) for index in range(number)]
+        specs += [(f"{role}-{index}", [role, *worker, *next(cores, [])]) for index in range(number)]
     for index in range(options.sizes.routers):
         # Fixed ports, so that a router that had to be started again is found where it was.
         port = options.cluster.port if index == 0 and options.cluster.port else free_port()
@@ -86,6 +88,15 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
     )
     await _wait_until_ready(up.http)
     return up
+
+
+def _own_cores(options: UpOptions, num_workers: int) -> list[list[str]]:
+    """A --cores flag for each worker, when there are enough cores for all; two engines on one core hold each other up."""
+    usable, threads = sorted(os.sched_getaffinity(0)), options.engine.threads
+    if options.engine.cores or num_workers * threads > len(usable):
+        return []
+    parts = [usable[worker * threads : (worker + 1) * threads] for worker in range(num_workers)]
+    return [["--cores", ",".join(map(str, part))] for part in parts]
 
 
 async def run_up(options: UpOptions, logs: Path, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:

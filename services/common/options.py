@@ -38,6 +38,17 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2]])
 
 
+def parse_cores(text: str) -> frozenset[int]:
+    """The cores of "0", "0,2" or "2-5"; none of "". Raises ConfigError."""
+    cores: set[int] = set()
+    for span in text.split(",") if text else []:
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", span)
+        if not match or not (named := range(int(match[1]), int(match[2] or match[1]) + 1)):
+            raise ConfigError(f"cores={text!r}: want core numbers, e.g. 0 or 0,2 or 2-5")
+        cores.update(named)
+    return frozenset(cores)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """Which model, and under which name it is served."""
@@ -100,6 +111,12 @@ class EngineOptions:
     max_sequences: int = flag(64, "Sequences held at once; more are refused.")
     max_batched_tokens: int = flag(512, "Tokens computed in one step at most.")
     threads: int = flag(1, "Compute threads.")
+    cores: str = flag(
+        "", "Cores the engine keeps to, e.g. 0 or 2-5; empty: any. `up` gives each worker its own if it can."
+    )
+    deterministic: bool = flag(
+        False, "The same answer, bit for bit, alone or in any batch, after preemption or cache hits."
+    )
     transport: Literal["zmq"] = flag("zmq", "How KV blocks travel.")
     kv_bind: str = flag(
         "", "Where a decode worker takes KV: tcp://HOST:PORT or ipc://PATH; default: any free port of --host."
@@ -109,6 +126,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         parse_size(self.kv_memory)
         parse_size(self.swap_memory)
+        parse_cores(self.cores)
         if self.kv_bind and not self.kv_bind.startswith(("tcp://", "ipc://")):
             raise ConfigError(
                 f"kv_bind={self.kv_bind!r}: must be tcp://HOST:PORT or ipc://PATH; port 0 picks a free one"

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
-from services.common.options import ClusterOptions, EngineOptions, RouterLimits, limit_context, parse_size
+from services.cli.flags import arguments_of
+from services.common.options import ClusterOptions, EngineOptions, RouterLimits, limit_context, parse_cores, parse_size
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,18 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         parse_size(text)
 
 
+def test_cores() -> None:
+    assert parse_cores("") == frozenset()
+    assert parse_cores("3") == {3}
+    assert parse_cores("0,2-4,3") == {0, 2, 3, 4}
+
+
+@pytest.mark.parametrize("text", ["a", "-1", "1-", "3-2", "1,,2", "1 2", "0x1", "99999"])
+def test_what_names_no_cores_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"e\.g\. 0 or 0,2 or 2-5"):
+        parse_cores(text)
+
+
 @given(st.integers(0, 2**40), st.sampled_from([("KiB", 2**10), ("MB", 10**6)]))
 def test_whole_sizes_are_exact(count: int, unit: tuple[str, int]) -> None:
     if count * unit[1] < 2**53:
@@ -51,6 +64,8 @@ def test_whole_sizes_are_exact(count: int, unit: tuple[str, int]) -> None:
         (EngineOptions, "threads", 0),
         (EngineOptions, "kv_blocks", -1),
         (EngineOptions, "kv_memory", "much"),
+        (EngineOptions, "swap_memory", "-1"),
+        (EngineOptions, "cores", "one"),
         (RouterLimits, "max_queued", 0),
         (RouterLimits, "max_attempts", 0),
         (RouterLimits, "max_queue_s", 0.0),
@@ -77,3 +92,10 @@ def test_the_context_limit_is_the_model_s_or_less() -> None:
     for asked in (2049, -1):
         with pytest.raises(ConfigError, match=f"max_model_len={asked}: must be 0 to 2048"):
             limit_context(asked, 2048)
+
+
+def test_flags_of_a_child_process_give_it_the_same_options() -> None:
+    given = EngineOptions(prefix_cache=False, deterministic=True, cores="1", kv_blocks=7)
+    flags = arguments_of(given)
+    assert flags == ["--kv-blocks", "7", "--no-prefix-cache", "--cores", "1", "--deterministic"]
+    assert arguments_of(EngineOptions()) == []
