@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from core.sampling import SamplingParams
 from core.sequence import SequenceOutput, SequenceSpec, StepResult
+from engine.block_pool import BlockPool
 from engine.scripted import ScriptedEngine, expected_tokens
 
 EOS = 2
@@ -58,6 +59,16 @@ def spec(
         prefill_only=prefill_only,
         hash_seed=b"tests",
     )
+
+
+def assert_all_returned(pool: BlockPool, listener: Recorder) -> None:
+    """Every block is back, once whoever got those of prefill_only sequences has released them."""
+    for result in listener.results:
+        for output in result.outputs:
+            if output.has_ended:
+                pool.release(output.block_table)
+    pool.check()
+    assert (pool.num_free, pool.num_available) == (pool.num_total, pool.num_total)
 
 
 def answer(prompt: Iterable[int], num_tokens: int) -> list[int]:

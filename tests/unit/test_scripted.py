@@ -30,7 +30,10 @@ BIG = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, block_tokens=4, dtype="
 
 
 def run(parts: ScriptedEngine, spec: SequenceSpec) -> list[SequenceOutput]:
-    """All outputs of one sequence that runs alone in a fresh engine."""
+    """All outputs of one sequence that runs alone in a fresh engine, in the blocks it names."""
+    parts.pool.release(
+        [block for block in parts.pool.acquire(parts.pool.num_total).blocks if block not in spec.block_table]
+    )
     results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     parts.loop.start(results.put)
     parts.loop.submit(spec)
@@ -38,6 +41,7 @@ def run(parts: ScriptedEngine, spec: SequenceSpec) -> list[SequenceOutput]:
     while not (outputs and outputs[-1].has_ended):
         outputs += results.get(timeout=WAIT_S).outputs
     parts.loop.stop()
+    assert parts.pool.num_free == parts.pool.num_total - len(outputs[-1].block_table)
     return outputs
 
 
