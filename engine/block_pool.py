@@ -7,7 +7,7 @@ always goes before its head: there is never a hole in front of one that could be
 """
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -158,20 +158,33 @@ class BlockPool:
         """Say what a held block holds, once it is computed; its head is published already.
 
         Returns:
-            The block to use from now on: another one if the same content is there already. The reference moves to it.
+            The block to use from now on: another one if somebody holds the same content. The reference moves to it.
         """
         with self._lock:
             assert block in self._references, f"block {block} is published but not held"
             known = self._by_hash.get(block_hash)
-            if known is None:
-                assert block not in self._hash_of, f"block {block} is published under two hashes"
-                self._hash_of[block] = block_hash
-                self._by_hash[block_hash] = block
+            if known == block:
                 return block
-            if known != block:
-                self._hold(known)
-                self._drop(block)
-            return known
+            if known in self._references:
+                return self._exchange(block, known)
+            assert block not in self._hash_of, f"block {block} is published under two hashes"
+            if known is not None:  # nobody holds it: it gives way, since to hold it might take what is promised
+                del self._idle[known], self._hash_of[known]
+                self._free[known] = None
+            self._hash_of[block] = block_hash
+            self._by_hash[block_hash] = block
+            return block
+
+    def exchange(self, block: int, block_hash: bytes) -> int:
+        """Hold the block that `find` has found for a hash, instead of one that is not computed yet; returns it."""
+        with self._lock:
+            assert self._references.get(block) == 1, f"block {block} is exchanged but not the holder's own"
+            return self._exchange(block, self._by_hash[block_hash])
+
+    def _exchange(self, block: int, known: int) -> int:
+        self._hold(known)
+        self._drop(block)
+        return known
 
     def release(self, blocks: Sequence[int], promise: int = 0) -> None:
         """Give back one reference to each block of a table, in the table's order, and what was promised beyond them.
@@ -187,9 +200,9 @@ class BlockPool:
             self._on_room()
 
     def count_freed(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks would be free if their holder released them."""
+        """How many of these blocks would be free if each were released as often as it is named."""
         with self._lock:
-            return sum(self._references.get(block) == 1 for block in blocks)
+            return sum(self._references.get(block) == count for block, count in Counter(blocks).items())
 
     def clear_cache(self) -> None:
         """Forget what every block holds; held ones stay held."""

@@ -1,6 +1,5 @@
 """What the engine does to the block pool for its sequences: start, grow, publish, preempt, end. The engine's thread only."""
 
-from core.sequence import SequenceSpec
 from engine.block_pool import BlockPool
 from engine.host_swap import HostSwap, Rates, is_swap_cheaper
 from engine.plan import StepPlan
@@ -45,13 +44,15 @@ class Holdings:
 
     def skip_cached(self, sequence: Sequence) -> None:
         """Let a prompt go on behind the blocks that another sequence has computed meanwhile."""
+        if sequence.spec.block_table and not sequence.num_preemptions:
+            return  # its blocks came from elsewhere, and may be somebody else's as well
         hashes = sequence.reusable_hashes(self._block_tokens)
         block, offset = divmod(sequence.num_computed_tokens, self._block_tokens)
         if offset or block >= len(hashes):
             return
         num_cached = self._pool.find(hashes[block:])[0]
         for index in range(block, block + num_cached):
-            sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
+            sequence.block_table[index] = self._pool.exchange(sequence.block_table[index], hashes[index])
         sequence.num_computed_tokens += num_cached * self._block_tokens
         if sequence.num_output_tokens == 0 and sequence.num_cached_tokens is not None:
             sequence.num_cached_tokens += num_cached * self._block_tokens
@@ -68,20 +69,12 @@ class Holdings:
             sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
-    def end(self, sequence: Sequence) -> tuple[int, ...]:
-        """Let go of everything a sequence has; returns the blocks of one that is handed over, still held."""
+    def end(self, sequence: Sequence) -> None:
+        """Let go of everything a sequence has, but the blocks of one that is handed over: its last output gives them away."""
         table, promise = sequence.block_table, sequence.num_promised_blocks
         sequence.block_table, sequence.num_promised_blocks = [], 0
         self._drop_swapped(sequence)
-        if sequence.spec.prefill_only:
-            self._pool.release((), promise)
-            return tuple(table)
-        self._pool.release(table, promise)
-        return ()
-
-    def refuse(self, spec: SequenceSpec) -> None:
-        """Let go of the blocks that came with a sequence which will not run."""
-        self._pool.release(spec.block_table, spec.num_promised_blocks)
+        self._pool.release(() if sequence.spec.prefill_only else table, promise)
 
     def _start(self, sequence: Sequence, num_promised_blocks: int) -> None:
         hashes = sequence.reusable_hashes(self._block_tokens)

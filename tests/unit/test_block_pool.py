@@ -97,6 +97,12 @@ def test_a_shared_block_stays_until_the_last_holder_lets_go() -> None:
     assert pool.num_free == 3
 
 
+def test_two_holders_free_together_what_neither_frees_alone() -> None:
+    pool = BlockPool(3)
+    first, second = [*fill(pool, [A]), *pool.acquire(1).blocks], fill(pool, [A])
+    assert (pool.count_freed(first), pool.count_freed(second), pool.count_freed(first + second)) == (1, 0, 2)
+
+
 def test_worthless_blocks_go_first_then_tails_before_heads_and_the_longest_unused_prefix_first() -> None:
     pool = BlockPool(6)
     old, new = fill(pool, [A, B]), fill(pool, [b"x", b"y"])
@@ -136,6 +142,35 @@ def test_the_same_content_is_held_once() -> None:
     pool.release(first)
     pool.release(first)
     pool.check()
+
+
+def test_publishing_what_nobody_holds_any_more_takes_no_free_block() -> None:
+    pool = BlockPool(3)
+    first = fill(pool, [A])
+    arriving = pool.acquire(1, promise=1).blocks  # computed elsewhere before the first was published
+    pool.share(arriving)  # a transfer and the engine hold it
+    pool.release(first)
+    assert pool.publish(arriving[0], A) == arriving[0]
+    pool.check()
+    assert (pool.num_free, pool.num_cached, pool.num_available) == (2, 0, 1)
+    pool.release(arriving)
+    pool.release(arriving, promise=1)
+    assert pool.acquire(1, [A]) == (arriving, 1)
+
+
+def test_a_block_that_is_not_computed_is_exchanged_for_one_that_is() -> None:
+    pool = BlockPool(3)
+    own, first = pool.acquire(1).blocks, fill(pool, [A])
+    assert pool.exchange(own[0], A) == first[0]
+    assert pool.num_free == 2
+    pool.release(first)
+    own = pool.acquire(1).blocks
+    pool.release(first)
+    assert pool.exchange(own[0], A) == first[0]  # held by nobody
+    assert pool.num_free == 2
+    pool.share(first)
+    with pytest.raises(AssertionError, match="not the holder's own"):
+        pool.exchange(first[0], A)
 
 
 def test_what_is_promised_to_one_is_not_available_to_others() -> None:
@@ -238,4 +273,4 @@ def test_any_order_of_operations_keeps_every_count(seed: int) -> None:
         references = Counter(block for table, _ in held for block in table)
         assert pool.num_free == pool.num_total - len(references)
         assert pool.num_available == pool.num_free - sum(promise for _, promise in held)
-        assert pool.count_freed(references) == sum(count == 1 for count in references.values())
+        assert pool.count_freed(list(references)) == sum(count == 1 for count in references.values())
