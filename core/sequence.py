@@ -68,6 +68,8 @@ class StepResult:
     num_waiting: int = 0  # sequences whose prompt is not computed yet
     num_running: int = 0  # sequences that decode
     num_waiting_tokens: int = 0  # prompt tokens not computed yet
+    num_prompt_tokens: int = 0  # known tokens computed in this step,
+    num_recomputed_tokens: int = 0  # and those computed again after a preemption
     num_preemptions: int = 0  # sequences that had to yield their blocks in this step
     num_looked_up_tokens: int = 0  # known tokens of the sequences that started in this step,
     num_found_tokens: int = 0  # and how many of them the prefix cache had

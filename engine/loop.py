@@ -152,7 +152,7 @@ class EngineLoop:
     def _turn(self) -> None:
         """One step, or a sleep until a message or room comes, and everything that happens at the border after it."""
         with self._pool:
-            plan, num_looked_up, num_found = self._schedule()
+            plan, counts = self._schedule()
         results: list[Sampled] | str = []
         step_s = 0.0
         if plan.chunks:
@@ -175,24 +175,31 @@ class EngineLoop:
                     num_waiting=len(waiting),
                     num_running=len(self._live) - len(waiting),
                     num_waiting_tokens=sum(waiting),
-                    num_preemptions=len(plan.preempted),
-                    num_looked_up_tokens=num_looked_up,
-                    num_found_tokens=num_found,
                     step_s=step_s,
+                    **counts,
                 )
             )
 
-    def _schedule(self) -> tuple[StepPlan, int, int]:
-        """The next plan, with its blocks given and taken; and how many tokens were looked up and found in the cache."""
+    def _schedule(self) -> tuple[StepPlan, dict[str, int]]:
+        """The next plan, with its blocks given and taken; and what `StepResult` says of it."""
         for sequence in self._live.values():
             if sequence.has_blocks and not sequence.is_decoding:
                 self._holdings.skip_cached(sequence)
         plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
-        looked_up, found = self._holdings.apply(plan)
+        num_looked_up, num_found = self._holdings.apply(plan)
         if plan.chunks:
             for sequence in self._live.values():
                 sequence.num_waited_steps += not sequence.has_blocks
-        return plan, looked_up, found
+        known = [chunk for chunk in plan.chunks if not chunk.sequence.is_decoding]
+        num_known = sum(chunk.num_tokens for chunk in known)
+        num_again = sum(chunk.num_tokens for chunk in known if chunk.sequence.num_preemptions)
+        return plan, {
+            "num_prompt_tokens": num_known - num_again,
+            "num_recomputed_tokens": num_again,
+            "num_preemptions": len(plan.preempted),
+            "num_looked_up_tokens": num_looked_up,
+            "num_found_tokens": num_found,
+        }
 
     def _run(self, plan: StepPlan) -> list[Sampled] | str:
         """The runner's results, or the error that ends the sequences of this plan and no other."""

@@ -46,6 +46,7 @@ class WorkerMetrics:
         self.preemptions = counter(
             "vllm:num_preemptions", "Sequences that had to yield their KV blocks and go on later."
         )
+        self.recomputed_tokens = counter("baton_recomputed_tokens", "Tokens computed again for preempted sequences.")
         self.prefix_queries = counter(
             "vllm:prefix_cache_queries", "Tokens of starting sequences looked up in the cache."
         )
@@ -75,6 +76,8 @@ class WorkerMetrics:
     def note_step(self, result: StepResult) -> None:
         """Count what an engine step did."""
         self.step_seconds.observe(result.step_s)
+        self.prompt_tokens.inc(result.num_prompt_tokens)
+        self.recomputed_tokens.inc(result.num_recomputed_tokens)
         self.preemptions.inc(result.num_preemptions)
         self.prefix_queries.inc(result.num_looked_up_tokens)
         self.prefix_hits.inc(result.num_found_tokens)

@@ -96,7 +96,6 @@ class DecodeService:
     def run(self, message: worker_pb2.Sequence) -> None:
         """Compute a whole request here. Raises ServingError; nothing is held then."""
         holding = self._admit(message, {"engine"})
-        self._metrics.prompt_tokens.inc(len(message.prompt))
         self.host.engine.submit(holding.detail.spec)
 
     def _admit(self, message: worker_pb2.Sequence, uses: set[Use]) -> Holding[_Detail]:

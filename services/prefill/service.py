@@ -24,7 +24,6 @@ class _Detail:
     ticket: Ticket
     num_cached_blocks: int  # the decode worker's; blocks are sent from here on
     num_pushed_blocks: int = 0  # from the prompt's first one on
-    num_counted_tokens: int = 0
 
 
 class PrefillService:
@@ -91,12 +90,8 @@ class PrefillService:
     def _on_output(
         self, holding: Holding[_Detail], output: SequenceOutput, _: StepResult
     ) -> worker_pb2.SequenceUpdate | None:
-        detail = holding.detail
         if output.has_ended:
             holding.blocks = list(output.block_table)  # from now on ours to release
-        num_computed = output.num_computed_tokens - output.num_cached_tokens
-        self._metrics.prompt_tokens.inc(max(num_computed - detail.num_counted_tokens, 0))
-        detail.num_counted_tokens = max(num_computed, detail.num_counted_tokens)
         is_handed_over = not holding.has_ended and "transfer" in holding.uses
         update = self.host.token_update(holding, output)  # first: aborting the transfer would report a lesser error
         if is_handed_over:
