@@ -188,8 +188,9 @@ class EngineLoop:
         plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
         num_looked_up, num_found = self._holdings.apply(plan)
         if plan.chunks:
+            in_step = {id(chunk.sequence) for chunk in plan.chunks}
             for sequence in self._live.values():
-                sequence.num_waited_steps += not sequence.has_blocks
+                sequence.num_waited_steps += id(sequence) not in in_step
         known = [chunk for chunk in plan.chunks if not chunk.sequence.is_decoding]
         num_known = sum(chunk.num_tokens for chunk in known)
         num_again = sum(chunk.num_tokens for chunk in known if chunk.sequence.num_preemptions)
@@ -245,7 +246,7 @@ class EngineLoop:
         """Put a step's results into its sequences; those aborted while it ran get nothing."""
         for chunk, sampled in zip(plan.chunks, results, strict=True):
             sequence = chunk.sequence
-            if sequence.spec.sequence_id not in self._live:
+            if self._live.get(sequence.spec.sequence_id) is not sequence:
                 continue
             if sampled.error:
                 del self._live[sequence.spec.sequence_id]
@@ -269,8 +270,10 @@ class EngineLoop:
     def _fail(self, plan: StepPlan, error: str) -> Iterator[SequenceOutput]:
         """End the sequences of a step that failed; the others go on."""
         for chunk in plan.chunks:
-            if self._live.pop(chunk.sequence.spec.sequence_id, None) is not None:
-                yield self._ended(chunk.sequence, "error", error)
+            sequence = chunk.sequence
+            if self._live.get(sequence.spec.sequence_id) is sequence:
+                del self._live[sequence.spec.sequence_id]
+                yield self._ended(sequence, "error", error)
 
     def _ended(
         self, sequence: Sequence, reason: FinishReason, error: str = "", matched_stop_id: int | None = None

@@ -2,12 +2,12 @@
 
 The rules, and why they hold:
 
-- Order. Sequences rank by priority, and by arrival among equals. One that waits rises by one priority level every
-  AGEING_STEPS steps, so none waits for ever behind later ones of a higher priority.
+- Order. Sequences rank by priority, and by arrival among equals. One that has no part in AGEING_STEPS steps rises by one
+  priority level, and stays there, so none waits for ever behind later ones of a higher priority.
 - Decodes first. Each step computes one token of every decoding sequence; prompts get what is left of the step.
 - Prompts. The first in rank gets at least half of what is left, so a long prompt of n tokens that has become the first
-  is done within 2 n / left steps, whatever else arrives. The rest goes to the others, fewest uncomputed tokens first,
-  so a prompt of at most half a step waits only for those shorter than itself.
+  is done within 2 n / left steps, whatever else arrives. The rest goes to the others by priority and, among equals, to
+  the fewest uncomputed tokens first, so a prompt of at most half a step waits only for equals shorter than itself.
 - Starting. A sequence takes blocks for all its known tokens at once, and has some set aside for its growth, so a started
   one never waits for blocks while it computes its prompt. While the first in rank does not fit, those behind it may
   start; once it has waited PATIENCE_STEPS nobody passes, and as running sequences end it gets its room.
@@ -59,7 +59,7 @@ class Room(Protocol):
         """How many leading hashes are cached, and how many of those blocks are available now and would not be then."""
 
     def count_freed(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks would become available if their holder released them."""
+        """How many of these blocks would become available if each were released as often as it is named."""
 
 
 Plan = Callable[[Iterable[Sequence], StepLimits, Room, int], StepPlan]
@@ -132,32 +132,45 @@ class _Planner:
             return True
         while self._available < 1:
             victim = self._victim(sequence)
+            self._available += self._gain([victim])
             self._preempted.append(victim)
-            self._available += self._room.count_freed(victim.block_table) + victim.num_promised_blocks
             if victim is sequence:
                 return False
         self._available -= 1
         return True
 
     def _victim(self, needy: Sequence) -> Sequence:
-        for other in reversed(self._started):
-            if other is needy:
-                break
-            if other.spec.prefill_only or other in self._preempted:
-                continue  # the blocks of the former may be on their way to another worker
-            if other.num_promised_blocks and _level(other) == _level(needy):
-                continue
-            if other.num_promised_blocks or self._room.count_freed(other.block_table):
-                return other
-        return needy
+        """The last in rank that helps, or that helps with others; the needy one itself where all of them do not."""
+        behind = self._started[self._started.index(needy) + 1 :]
+        candidates = [other for other in reversed(behind) if self._may_yield(other, needy)]
+        if not self._gain(candidates):
+            return needy
+        return next((other for other in candidates if self._gain([other])), candidates[0])
+
+    def _may_yield(self, other: Sequence, needy: Sequence) -> bool:
+        if other.spec.prefill_only or other in self._preempted:
+            return False  # the blocks of the former may be on their way to another worker
+        return _level(other) < _level(needy) or not other.num_promised_blocks
+
+    def _gain(self, victims: list[Sequence]) -> int:
+        """Blocks that become available if these yield too: what is set aside for them, and what they alone hold."""
+        held = [block for victim in self._preempted for block in victim.block_table]
+        more = [block for victim in victims for block in victim.block_table]
+        num_freed = self._room.count_freed(held + more) - self._room.count_freed(held)
+        return num_freed + sum(victim.num_promised_blocks for victim in victims)
 
     def _prompts(self, computing: list[Sequence], budget: int) -> list[Chunk]:
         """Chunks of prompts that have blocks, and of those that can start now."""
-        waiting = [] if self._preempted else self._waiting  # whoever yielded just now must not be the first to profit
-        if waiting and not self._fits(waiting[0]):
+        waiting = self._waiting
+        if self._preempted:
+            # Whoever yielded just now must not be the first to profit, nor may newcomers be.
+            self._num_kept, waiting = self._available, []
+        elif waiting and not self._fits(waiting[0]):
             self._num_kept = self._blocks_to_start(waiting[0])
             if waiting[0].num_waited_steps >= PATIENCE_STEPS:
                 waiting = []
+        if self._num_slots < 1:
+            waiting = []
         first: Sequence | None = None
         first_part = 0  # of the budget, at least
         pending: set[bytes] = set()  # blocks that prompts of this plan are computing
@@ -171,7 +184,7 @@ class _Planner:
             return []
         left = budget - first_part
         others = [sequence for sequence in computing + waiting if sequence is not first]
-        for sequence in sorted(others, key=lambda other: (self._num_uncomputed(other), _rank(other))):
+        for sequence in sorted(others, key=self._order_after_first):
             if left == 0:
                 break
             num_tokens = min(self._admit(sequence, pending), left)
@@ -180,6 +193,9 @@ class _Planner:
                 left -= num_tokens
         num_tokens = min(self._num_uncomputed(first), first_part + left)
         return [Chunk(first, num_tokens), *chunks]
+
+    def _order_after_first(self, sequence: Sequence) -> tuple[int, int, tuple[int, int]]:
+        return -sequence.spec.priority, self._num_uncomputed(sequence), _rank(sequence)
 
     def _admit(self, sequence: Sequence, pending: set[bytes]) -> int:
         """How many tokens a prompt has to compute; 0: not in this step, since it cannot start or had better wait."""

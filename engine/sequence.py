@@ -22,7 +22,7 @@ class Sequence:
     counts: TokenCounts | None = None  # for penalties: the sampler's, kept here so that it ends with the sequence
     num_cached_tokens: int | None = None  # found when it first started; None: not started yet
     num_published_blocks: int = 0
-    num_waited_steps: int = 0
+    num_waited_steps: int = 0  # steps of the engine that it had no part in
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # given out
     swap_slots: list[int] = field(default_factory=list)  # where its computed blocks are while it is preempted
