@@ -177,6 +177,35 @@ async def test_logprobs_stay_with_their_tokens() -> None:
     assert [entry.token_id for entry in chunk.logprobs] == [97, 98]
 
 
+def about_prompt(*ids: int) -> worker_pb2.SequenceUpdate:
+    """One piece of the prompt's log-probabilities."""
+    entries = [
+        inference_pb2.TokenLogprobs(chosen=inference_pb2.TokenLogprob(token_id=each, logprob=-1.0)) for each in ids
+    ]
+    return worker_pb2.SequenceUpdate(sequence_id="s.0", prompt_logprobs=entries, matched_stop_id=-1)
+
+
+async def test_prompt_logprobs_come_once_and_in_order_whatever_attempt_they_are_of() -> None:
+    answer = make(prompt_logprobs=0)
+    events = answer.events()
+    answer.on_update(about_prompt(5, 6))
+    first = await anext(events)
+    assert isinstance(first, Chunk)
+    assert ([entry.token_id for entry in first.prompt_logprobs], first.token_ids) == ([5, 6], ())
+    answer.fail(UnavailableError("worker p is gone"), may_retry=True)
+    answer.begin_attempt("s.1")
+    answer.placement = PAIR
+    for update in (about_prompt(5), about_prompt(6, 7), about_prompt(8), tokens(0, "a")):
+        answer.on_update(update)
+    answer.on_update(about_prompt(5, 6, 7, 8))  # a prompt computed again after its first token
+    second = await anext(events)
+    assert isinstance(second, Chunk)
+    assert ([entry.token_id for entry in second.prompt_logprobs], second.text) == ([7, 8], "a")
+    answer.on_update(tokens(1, "b", "length"))
+    assert await anext(events) == Chunk(text="b", token_ids=(98,))
+    assert isinstance(await anext(events), Done)
+
+
 async def test_a_worker_s_error_ends_it_and_says_whether_another_may_try() -> None:
     for code, kind, may_retry in (
         ("UNAVAILABLE", UnavailableError, True),

@@ -1,5 +1,6 @@
 """Log-probabilities of a prompt: those of transformers, however the prompt is cut and whatever runs beside it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ transformers = pytest.importorskip("transformers")
 
 NUM_TOP = 4
 PROMPT = (*range(100, 1, -1), 5, 5, 7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def new_sequence(name: str, prompt: tuple[int, ...], table: range) -> Sequence:
