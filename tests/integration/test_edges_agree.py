@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import openai
@@ -178,3 +179,36 @@ def test_a_prompt_and_answer_beyond_the_limit_are_refused(
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert f"{num_tokens} tokens" in refused.value.details()
     assert f"{CONTEXT_TOKENS} tokens" in refused.value.details()
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 3, "n": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logprobs": 2},
+    {"temperature": 0.9, "seed": -4, "top_p": 0.9, "frequency_penalty": 1.0, "presence_penalty": -0.5, "n": 3},
+    {"temperature": 0.0, "logit_bias": {28: 100.0, 30: -100.0}, "min_p": 0.1},
+    {"temperature": 1.2, "seed": 8, "top_k": 20, "prompt_logprobs": 1, "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("fields", SAMPLING, ids=str)
+def test_every_sampling_field_means_the_same_on_both_edges(
+    float32_stack: Stack, client: openai.OpenAI, fields: dict[str, Any]
+) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. The quick brown fox"
+    texts: dict[int, str] = {}
+    about_prompt: list[float] = []
+    with grpc.insecure_channel(float32_stack.grpc[0]) as channel:
+        request = pb.GenerateRequest(text=prompt, sampling=pb.SamplingParams(max_tokens=8, **fields))
+        for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120.0):
+            texts[response.chunk.index] = texts.get(response.chunk.index, "") + response.chunk.text
+            about_prompt += [entry.chosen.logprob for entry in response.chunk.prompt_logprobs]
+    known = {"temperature", "seed", "n", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs"}
+    body = {name: value for name, value in fields.items() if name in known}
+    extra = {name: value for name, value in fields.items() if name not in known}
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, extra_body=extra, **body)
+    assert {choice.index: choice.text for choice in answer.choices} == texts
+    assert len(set(texts.values())) == fields.get("n", 1), "each answer has draws of its own"
+    if "prompt_logprobs" in fields:
+        first, *entries = answer.choices[0].model_dump()["prompt_logprobs"]
+        assert first is None
+        assert [next(iter(entry.values()))["logprob"] for entry in entries] == pytest.approx(about_prompt, abs=1e-5)
