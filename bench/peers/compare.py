@@ -5,7 +5,7 @@ Programs that measure themselves are commands; servers that already run are URLs
     python -m bench.peers.compare --rounds 3 \\
         --command "llama.cpp=/tmp/peers/llama/bin/python -m bench.peers.llama_cpp FILE.gguf" \\
         --server vllm=http://127.0.0.1:8100 \\
-        --command "baton=.venv/bin/baton bench engine --model smollm2-135m-instruct"
+        --command "baton=.venv/bin/baton bench engine --batch 1,8,32,64 --context 128 --prompt 512,2048,4000 --rounds 2"
 
 A command runs pinned to `--core` and ends its stdout with a benchmark's JSON line, whose results hold `decode` rows
 (batch, step_ms, tokens_per_s) and `prefill` rows (prompt_tokens, tokens_per_s). The client of a server runs on
@@ -50,7 +50,14 @@ def measure(program: Program) -> Figures:
 
 
 def figures(results: dict[str, list[dict[str, Any]]]) -> Figures:
-    """The rows every program measures, by the name they have in the table."""
+    """The rows every program measures, by the name they have in the table.
+
+    Raises:
+        ValueError: there are several decode rows for one batch: only one context can be compared.
+    """
+    batches = [row["batch"] for row in results["decode"]]
+    if len(set(batches)) != len(batches):
+        raise ValueError(f"decode rows for batches {batches}: measure one context")
     found: Figures = {}
     for row in results["decode"]:
         if row["batch"] in BATCHES:

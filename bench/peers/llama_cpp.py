@@ -1,7 +1,9 @@
 """llama.cpp through its own `llama_decode`: milliseconds a step by batch, tokens/s of a prompt by length.
 
 Runs in llama-cpp-python's environment, from the repository root: `python -m bench.peers.llama_cpp FILE.gguf`.
-Timed is `llama_decode` alone, with the logits of every sequence: choosing the token is not part of it.
+Timed is `llama_decode` alone, with the logits of every sequence: choosing the token is not part of it. Decode steps
+are taken around the mean context of the answers that `openai_stream` asks for: all 128 would take minutes.
+`cpu_ms` is the processor time of the same work; well below the wall time, something else had the core.
 """
 
 import ctypes
@@ -18,8 +20,8 @@ from bench.peers.report import (
     BATCHES,
     CONTEXT_TOKENS,
     OUTPUT_TOKENS,
-    PREFILL_REPEATS,
     PROMPTS,
+    Row,
     decode_row,
     environment,
     finish,
@@ -29,9 +31,11 @@ from bench.peers.report import (
 )
 
 MAX_BATCH_TOKENS = 512  # in one llama_decode: llama.cpp's own default for a compute batch
+STEPS = 32
+FIRST_POSITION = CONTEXT_TOKENS + OUTPUT_TOKENS // 2 - STEPS // 2
 
 
-class Row(NamedTuple):
+class Entry(NamedTuple):
     """One token to compute."""
 
     token: int
@@ -40,9 +44,58 @@ class Row(NamedTuple):
     wants_logits: bool
 
 
+class Spent(NamedTuple):
+    """Time that one piece of work took."""
+
+    wall_s: float
+    cpu_s: float  # of all threads
+
+
+class Stepper:
+    """Runs tokens through one context, which it owns."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
+
+    def close(self) -> None:
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
+
+    def run(self, entries: Sequence[Entry]) -> Spent:
+        """Compute `entries`, at most MAX_BATCH_TOKENS at once; the time spent in llama.cpp."""
+        wall_s = cpu_s = 0.0
+        for start in range(0, len(entries), MAX_BATCH_TOKENS):
+            self._fill(entries[start : start + MAX_BATCH_TOKENS])
+            began, began_cpu = time.perf_counter(), time.process_time()
+            status = llama_cpp.llama_decode(self._context, self._batch)
+            llama_cpp.llama_synchronize(self._context)
+            wall_s += time.perf_counter() - began
+            cpu_s += time.process_time() - began_cpu
+            if status != 0:
+                raise RuntimeError(f"llama_decode answered {status}")
+        return Spent(wall_s, cpu_s)
+
+    def copy_first_sequence(self, num_sequences: int) -> None:
+        """Give every sequence its own copy of what the first one has in the cache."""
+        memory = llama_cpp.llama_get_memory(self._context)
+        for sequence in range(1, num_sequences):
+            llama_cpp.llama_memory_seq_cp(memory, 0, sequence, -1, -1)
+
+    def _fill(self, entries: Sequence[Entry]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for i, entry in enumerate(entries):
+            batch.token[i] = entry.token
+            batch.pos[i] = entry.position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = entry.sequence
+            batch.logits[i] = entry.wants_logits
+
+
 @contextmanager
-def a_context(model: Any, num_sequences: int, tokens_each: int, threads: int) -> Iterator[Any]:
-    """A llama.cpp context with room for `tokens_each` in every sequence."""
+def a_stepper(model: Any, num_sequences: int, tokens_each: int, threads: int) -> Iterator[Stepper]:
+    """A new context with room for `tokens_each` in every sequence."""
     params = llama_cpp.llama_context_default_params()
     # Each sequence gets its own part of the cache, and llama.cpp rounds a part up to 256.
     params.n_ctx = num_sequences * (-(-tokens_each // 256) * 256)
@@ -52,81 +105,38 @@ def a_context(model: Any, num_sequences: int, tokens_each: int, threads: int) ->
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
         raise RuntimeError(f"llama.cpp made no context for {num_sequences} sequences of {tokens_each} tokens")
+    stepper = Stepper(context)
     try:
-        yield context
+        yield stepper
     finally:
-        llama_cpp.llama_free(context)
+        stepper.close()
 
 
-class Stepper:
-    """Runs rows of tokens through one context."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
-
-    def close(self) -> None:
-        llama_cpp.llama_batch_free(self._batch)
-
-    def run(self, rows: Sequence[Row]) -> float:
-        """Compute `rows`, at most MAX_BATCH_TOKENS at once; the seconds spent in llama.cpp."""
-        spent = 0.0
-        for start in range(0, len(rows), MAX_BATCH_TOKENS):
-            self._fill(rows[start : start + MAX_BATCH_TOKENS])
-            began = time.perf_counter()
-            status = llama_cpp.llama_decode(self._context, self._batch)
-            llama_cpp.llama_synchronize(self._context)
-            spent += time.perf_counter() - began
-            if status != 0:
-                raise RuntimeError(f"llama_decode answered {status}")
-        return spent
-
-    def _fill(self, rows: Sequence[Row]) -> None:
-        batch = self._batch
-        batch.n_tokens = len(rows)
-        for i, row in enumerate(rows):
-            batch.token[i] = row.token
-            batch.pos[i] = row.position
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = row.sequence
-            batch.logits[i] = row.wants_logits
-
-
-@contextmanager
-def a_stepper(model: Any, num_sequences: int, tokens_each: int, threads: int) -> Iterator[Stepper]:
-    with a_context(model, num_sequences, tokens_each, threads) as context:
-        stepper = Stepper(context)
-        try:
-            yield stepper
-        finally:
-            stepper.close()
-
-
-def measure_decode(model: Any, batch: int, threads: int, vocabulary: int) -> dict[str, Any]:
-    """The median step of `batch` sequences that grow from CONTEXT_TOKENS by OUTPUT_TOKENS."""
-    with a_stepper(model, batch, CONTEXT_TOKENS + OUTPUT_TOKENS, threads) as stepper:
-        for sequence in range(batch):
-            stepper.run(prompt_rows(random_tokens(CONTEXT_TOKENS, vocabulary), sequence))
-        steps = []
-        for position in range(CONTEXT_TOKENS, CONTEXT_TOKENS + OUTPUT_TOKENS):
+def measure_decode(model: Any, batch: int, threads: int, vocabulary: int) -> Row:
+    """The median step of `batch` sequences."""
+    with a_stepper(model, batch, FIRST_POSITION + STEPS, threads) as stepper:
+        stepper.run(prompt(random_tokens(FIRST_POSITION, vocabulary)))
+        stepper.copy_first_sequence(batch)
+        spent = []
+        for position in range(FIRST_POSITION, FIRST_POSITION + STEPS):
             tokens = random_tokens(batch, vocabulary)
-            steps.append(stepper.run([Row(token, position, i, True) for i, token in enumerate(tokens)]))
-    return decode_row(batch, statistics.median(steps), batch * len(steps) / sum(steps))
+            spent.append(stepper.run([Entry(token, position, i, True) for i, token in enumerate(tokens)]))
+    step_s = statistics.median(step.wall_s for step in spent)
+    cpu_ms = statistics.median(step.cpu_s for step in spent) * 1e3
+    return decode_row(batch, FIRST_POSITION, STEPS, step_s, batch / step_s) | {"cpu_ms": round(cpu_ms, 3)}
 
 
-def measure_prefill(model: Any, prompt_tokens: int, threads: int, vocabulary: int) -> dict[str, Any]:
-    """The median of PREFILL_REPEATS prompts, each in a fresh context."""
-    seconds = []
-    for _ in range(PREFILL_REPEATS):
-        with a_stepper(model, 1, prompt_tokens, threads) as stepper:
-            seconds.append(stepper.run(prompt_rows(random_tokens(prompt_tokens, vocabulary), 0)))
-    return prefill_row(prompt_tokens, seconds)
+def measure_prefill(model: Any, prompt_tokens: int, threads: int, vocabulary: int) -> Row:
+    """One prompt in a fresh context."""
+    with a_stepper(model, 1, prompt_tokens, threads) as stepper:
+        spent = stepper.run(prompt(random_tokens(prompt_tokens, vocabulary)))
+    return prefill_row(prompt_tokens, spent.wall_s) | {"cpu_ms": round(spent.cpu_s * 1e3, 2)}
 
 
-def prompt_rows(tokens: Sequence[int], sequence: int) -> list[Row]:
-    """A prompt from position 0; only its last token asks for logits."""
+def prompt(tokens: Sequence[int]) -> list[Entry]:
+    """The first sequence from position 0; only the last token asks for logits."""
     last = len(tokens) - 1
-    return [Row(token, position, sequence, position == last) for position, token in enumerate(tokens)]
+    return [Entry(token, position, 0, position == last) for position, token in enumerate(tokens)]
 
 
 def main() -> None:
@@ -149,7 +159,7 @@ def main() -> None:
         built_for=llama_cpp.llama_print_system_info().decode(),
     )
     with a_stepper(model, 1, CONTEXT_TOKENS, args.threads) as stepper:  # warm-up: pages in the weights
-        stepper.run(prompt_rows(random_tokens(CONTEXT_TOKENS, vocabulary), 0))
+        stepper.run(prompt(random_tokens(CONTEXT_TOKENS, vocabulary)))
     results = {
         "decode": [measure_decode(model, batch, args.threads, vocabulary) for batch in BATCHES],
         "prefill": [measure_prefill(model, tokens, args.threads, vocabulary) for tokens in PROMPTS],

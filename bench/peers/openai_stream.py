@@ -20,8 +20,8 @@ from bench.peers.report import (
     BATCHES,
     CONTEXT_TOKENS,
     OUTPUT_TOKENS,
-    PREFILL_REPEATS,
     PROMPTS,
+    Row,
     decode_row,
     environment,
     finish,
@@ -88,14 +88,15 @@ def num_tokens(event: dict[str, Any]) -> int:
     return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
 
 
-def measure_decode(server: Server, concurrency: int) -> dict[str, Any]:
+def measure_decode(server: Server, concurrency: int) -> Row:
     """`concurrency` requests sent at once, each to its last token."""
     prompts = [random_tokens(CONTEXT_TOKENS, server.vocabulary) for _ in range(concurrency)]
     with ThreadPoolExecutor(concurrency) as pool:
         streams = list(pool.map(lambda prompt: ask(server, prompt, OUTPUT_TOKENS), prompts))
     gaps = [b - a for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
     whole_s = max(stream.arrivals[-1] for stream in streams) - min(stream.sent for stream in streams)
-    row = decode_row(concurrency, statistics.median(gaps), steady_tokens_per_s(streams))
+    rate = steady_tokens_per_s(streams)
+    row = decode_row(concurrency, CONTEXT_TOKENS, OUTPUT_TOKENS, statistics.median(gaps), rate)
     return row | {"whole_run_tokens_per_s": round(concurrency * OUTPUT_TOKENS / whole_s, 1)}
 
 
@@ -107,13 +108,10 @@ def steady_tokens_per_s(streams: list[Stream]) -> float:
     return inside / (end - begin) if end > begin else 0.0
 
 
-def measure_prefill(server: Server, prompt_tokens: int) -> dict[str, Any]:
-    """The median of PREFILL_REPEATS prompts, after one that is not counted."""
-    seconds = []
-    for _ in range(PREFILL_REPEATS + 1):
-        stream = ask(server, random_tokens(prompt_tokens, server.vocabulary), max_tokens=1)
-        seconds.append(stream.arrivals[0] - stream.sent)
-    return prefill_row(prompt_tokens, seconds[1:])
+def measure_prefill(server: Server, prompt_tokens: int) -> Row:
+    """One prompt, alone."""
+    stream = ask(server, random_tokens(prompt_tokens, server.vocabulary), max_tokens=1)
+    return prefill_row(prompt_tokens, stream.arrivals[0] - stream.sent)
 
 
 def main() -> None:

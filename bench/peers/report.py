@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import random
-import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ BATCHES = (1, 8, 32, 64)  # sequences decoded at once
 CONTEXT_TOKENS = 64  # of each of them, before its first decoded token
 OUTPUT_TOKENS = 128
 PROMPTS = (512, 2048, 4000)  # tokens of one prefill
-PREFILL_REPEATS = 3
+
+Row = dict[str, Any]
 
 _ISA = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 _LOWEST_PLAIN_TOKEN = 100  # below it lie the special tokens of the demo model's vocabulary
@@ -47,24 +47,26 @@ def random_tokens(count: int, vocabulary: int) -> list[int]:
     return random.choices(range(_LOWEST_PLAIN_TOKEN, vocabulary), k=count)  # noqa: S311
 
 
-def decode_row(batch: int, step_s: float, tokens_per_s: float) -> dict[str, Any]:
-    """One line of a decode sweep. `step_s`: the median time from one token of a sequence to its next."""
+def decode_row(batch: int, context_tokens: int, output_tokens: int, step_s: float, tokens_per_s: float) -> Row:
+    """One line of a decode sweep: `batch` sequences that grow from `context_tokens` by `output_tokens`.
+
+    `step_s` is the median time from one token of a sequence to its next.
+    """
     return {
         "batch": batch,
-        "context_tokens": CONTEXT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS,
+        "context_tokens": context_tokens,
+        "output_tokens": output_tokens,
         "step_ms": round(step_s * 1e3, 3),
         "tokens_per_s": round(tokens_per_s, 1),
     }
 
 
-def prefill_row(prompt_tokens: int, seconds: list[float]) -> dict[str, Any]:
-    """One line of a prefill sweep, of repeated measurements."""
-    median_s = statistics.median(seconds)
+def prefill_row(prompt_tokens: int, seconds: float) -> Row:
+    """One line of a prefill sweep."""
     return {
         "prompt_tokens": prompt_tokens,
-        "ms": round(median_s * 1e3, 2),
-        "tokens_per_s": round(prompt_tokens / median_s, 1),
+        "ms": round(seconds * 1e3, 2),
+        "tokens_per_s": round(prompt_tokens / seconds, 1),
     }
 
 
