@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from core.errors import ConfigError, FingerprintError
-from core.layout import Fingerprint, KVLayout
+from core.layout import GROWTH_BLOCKS, Fingerprint, KVLayout, growth_blocks
 
 FINGERPRINT = Fingerprint(
     model="m",
@@ -54,3 +54,24 @@ def test_a_block_size_that_is_no_power_of_two_is_refused(block_tokens: int) -> N
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="dtype=int8: must be one of bfloat16, float16, float32"):
         KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("known", "most", "again", "blocks"),
+    [
+        (1, 16, 0, 0),  # the block it has holds it all
+        (16, 17, 0, 1),
+        (17, 32, 0, 0),
+        (100, 100, 0, 0),  # a prompt that is handed over
+        (10, 10 + 16 * GROWTH_BLOCKS, 0, GROWTH_BLOCKS),
+        (10, 10_000, 0, GROWTH_BLOCKS),
+        (10, 10_000, 1, 2 * GROWTH_BLOCKS),
+        (10, 10_000, 3, 8 * GROWTH_BLOCKS),
+        (10, 10_000, 10_000, 624),  # 625 in all
+        (1_000, 10, 0, 0),
+    ],
+)
+def test_growth_doubles_with_each_preemption_up_to_what_can_be_used(
+    known: int, most: int, again: int, blocks: int
+) -> None:
+    assert growth_blocks(known, most, 16, again) == blocks
