@@ -85,6 +85,7 @@ class EngineLoop:
         self._num_submitted = 0
         self._inbox = _Inbox()
         self._live: dict[str, Sequence] = {}  # oldest first; changed by the engine's thread only
+        self._news: list[SequenceOutput] = []  # of this turn, to be told at its end, or after a crash
         self._listener: StepListener | None = None
         self._thread: threading.Thread | None = None
         self._step_started: float | None = None  # None: no step runs
@@ -144,10 +145,10 @@ class EngineLoop:
             reason, error = "error", "the engine crashed"
             self._step_started = -math.inf
         self._inbox.close()
-        outputs = self._intake(self._inbox.take(wait=False))
-        outputs += [self._ended(sequence, reason, error) for sequence in self._live.values()]
+        self._news += self._intake(self._inbox.take(wait=False))
+        self._news += [self._ended(sequence, reason, error) for sequence in self._live.values()]
         self._live.clear()
-        self._emit(StepResult(outputs=outputs))
+        self._emit(StepResult(outputs=self._news))
 
     def _turn(self) -> None:
         """One step, or a sleep until a message or room comes, and everything that happens at the border after it."""
@@ -161,12 +162,13 @@ class EngineLoop:
             self._step_started = None
             step_s = self._clock() - started
         can_rest = not plan.chunks and not plan.preempted
-        outputs = self._intake(self._inbox.take(wait=can_rest))
+        self._news += self._intake(self._inbox.take(wait=can_rest))
         if isinstance(results, str):
-            outputs += self._fail(plan, results)
+            self._news += self._fail(plan, results)
         else:
             self._measure(plan, step_s)
-            outputs += self._advance(plan, results)
+            self._news += self._advance(plan, results)
+        outputs, self._news = self._news, []
         if outputs or plan.preempted:
             waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
             self._emit(
@@ -221,9 +223,8 @@ class EngineLoop:
         if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
             self._rates.note_computed(num_tokens, step_s)
 
-    def _intake(self, messages: list[Message]) -> list[SequenceOutput]:
-        """Add and abort sequences; returns the outputs of those that this ended."""
-        outputs = []
+    def _intake(self, messages: list[Message]) -> Iterator[SequenceOutput]:
+        """Add and abort sequences; the outputs are of those that this ended."""
         for message in messages:
             if isinstance(message, SequenceSpec):
                 self._num_submitted += 1
@@ -231,16 +232,15 @@ class EngineLoop:
                 finish = finish_reason(sequence)
                 num_blocks = -(-sequence.max_total_tokens // self._block_tokens)
                 if finish.reason is not None:  # the token it came with ended it already
-                    outputs.append(self._ended(sequence, finish.reason, matched_stop_id=finish.matched_stop_id))
+                    yield self._ended(sequence, finish.reason, matched_stop_id=finish.matched_stop_id)
                 elif num_blocks > self._pool.num_total:
                     error = f"the sequence may need {num_blocks} KV blocks; the pool has {self._pool.num_total}"
-                    outputs.append(self._ended(sequence, "error", error))
+                    yield self._ended(sequence, "error", error)
                 else:
                     self._live[message.sequence_id] = sequence
                     self._holdings.publish(sequence)  # what came from elsewhere
             elif (aborted := self._live.pop(message, None)) is not None:
-                outputs.append(self._ended(aborted, "abort"))
-        return outputs
+                yield self._ended(aborted, "abort")
 
     def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterable[SequenceOutput]:
         """Put a step's results into its sequences; those aborted while it ran get nothing."""

@@ -370,6 +370,29 @@ def test_a_crash_of_the_loop_ends_every_sequence_and_shows_as_stalled_for_ever(
     assert loop.stalled_s() == math.inf
     loop.stop()
     assert "engine loop crashed" in caplog.text
+    assert_all_returned(parts.pool, recorder)
+
+
+def test_a_crash_in_the_middle_of_a_turn_loses_no_end_and_no_block(parts: ScriptedEngine) -> None:
+    class BreaksTheSecondRow:
+        def run(self, plan: StepPlan) -> list[Any]:
+            results = parts.runner.run(plan)
+            return results if len(results) == 1 else [results[0], None, *results[2:]]
+
+    recorder = Recorder()
+    gate = parts.runner.gate = StepGate()
+    loop = loop_of(parts, runner=BreaksTheSecondRow())
+    loop.start(recorder)
+    loop.submit(spec(parts, "first", [9], max_tokens=1))
+    gate.wait_until_holding()
+    for name, prefill_only in (("ended", False), ("broken", False), ("handed over", True)):
+        loop.submit(spec(parts, name, range(20) if prefill_only else [5], max_tokens=1, prefill_only=prefill_only))
+    gate.open()
+    assert recorder.end_of("ended").finish_reason == "length"
+    for name in ("broken", "handed over"):
+        assert recorder.end_of(name).error == "the engine crashed"
+    loop.stop()
+    assert_all_returned(parts.pool, recorder)
 
 
 def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: ScriptedEngine) -> None:
