@@ -3,6 +3,7 @@
 Standard library only, from the repository root: `python -m bench.peers.openai_stream http://127.0.0.1:8100 --model M`.
 Prompts are random token ids, answers greedy and of fixed length. Definitions:
 - step_ms (decode): median over all streams of the time between the arrivals of two consecutive tokens of one stream.
+- tpot_ms: median over the streams of (last token - first token) / (tokens - 1). Far above step_ms, tokens came in bursts.
 - tokens_per_s (decode): tokens that arrive while every stream is decoding, i.e. after the last stream's first token
   and before the first stream's last one, per second. `whole_run_tokens_per_s` counts from the first request sent.
 - prefill: prompt tokens / time from sending a request to its first token, one request at a time.
@@ -94,10 +95,14 @@ def measure_decode(server: Server, concurrency: int) -> Row:
     with ThreadPoolExecutor(concurrency) as pool:
         streams = list(pool.map(lambda prompt: ask(server, prompt, OUTPUT_TOKENS), prompts))
     gaps = [b - a for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+    tpots = [(stream.arrivals[-1] - stream.arrivals[0]) / (OUTPUT_TOKENS - 1) for stream in streams]
     whole_s = max(stream.arrivals[-1] for stream in streams) - min(stream.sent for stream in streams)
     rate = steady_tokens_per_s(streams)
     row = decode_row(concurrency, CONTEXT_TOKENS, OUTPUT_TOKENS, statistics.median(gaps), rate)
-    return row | {"whole_run_tokens_per_s": round(concurrency * OUTPUT_TOKENS / whole_s, 1)}
+    return row | {
+        "tpot_ms": round(statistics.median(tpots) * 1e3, 3),
+        "whole_run_tokens_per_s": round(concurrency * OUTPUT_TOKENS / whole_s, 1),
+    }
 
 
 def steady_tokens_per_s(streams: list[Stream]) -> float:
