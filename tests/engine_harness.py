@@ -4,6 +4,7 @@ import mmap
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from core.clock import ManualClock
 from core.sampling import SamplingParams
@@ -12,7 +13,7 @@ from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.plan import StepPlan
 from engine.scheduler import Room, StepLimits, plan_step
-from engine.scripted import ScriptedEngine, expected_tokens
+from engine.scripted import DIGEST_BYTES, ScriptedEngine, expected_tokens, slot_bytes
 from engine.sequence import Sequence
 
 EOS = 2
@@ -154,3 +155,20 @@ def assert_all_returned(pool: BlockPool, listener: Recorder) -> None:
 
 def answer(prompt: Iterable[int], num_tokens: int) -> list[int]:
     return expected_tokens(prompt, num_tokens, eos_token_ids=(EOS,))
+
+
+@cache
+def content(token_ids: tuple[int, ...]) -> bytes:
+    """The KV of these tokens, as a scripted runner writes it in the scripted layout."""
+    if not token_ids:
+        return b""
+    before = content(token_ids[:-1])
+    return before + slot_bytes(before[-DIGEST_BYTES:], token_ids[-1], DIGEST_BYTES)
+
+
+def fill(parts: ScriptedEngine, token_ids: Iterable[int], blocks: list[int], first: int = 0) -> None:
+    """Put the KV of these tokens into their blocks, from the block `first` on, as a transfer does."""
+    kv = content(tuple(token_ids))
+    for index in range(first, len(blocks)):
+        part = kv[index * parts.memory.block_bytes : (index + 1) * parts.memory.block_bytes]
+        parts.memory.view(blocks[index])[: len(part)] = part

@@ -24,8 +24,9 @@ from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from engine.loop import EngineLoop
 from engine.plan import Sampled, StepPlan
 from engine.scheduler import AGEING_STEPS, Room, StepLimits, plan_step
-from engine.scripted import DIGEST_BYTES, expected_tokens, scripted_engine, scripted_layout, slot_bytes
+from engine.scripted import DIGEST_BYTES, expected_tokens, scripted_engine, scripted_layout
 from engine.sequence import Sequence
+from tests.engine_harness import content, fill
 
 BLOCK = 4  # tokens
 BLOCK_BYTES = BLOCK * DIGEST_BYTES
@@ -225,9 +226,7 @@ class RandomEngine:
         except CapacityError:
             return
         self.check_content(spec.prompt[: num_cached * BLOCK], blocks)
-        for index in range(num_cached, len(blocks)):
-            part = content(spec.prompt)[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            self.parts.memory.view(blocks[index])[: len(part)] = part
+        fill(self.parts, spec.prompt, blocks, num_cached)
         self.holds.append(Hold(spec, tuple(blocks), promise))
 
     def adopt(self) -> None:
@@ -365,12 +364,3 @@ OPERATIONS = {"submit": 8, "cancel": 1, "reserve": 3, "adopt": 3, "release": 4} 
 
 def rank(sequence: Sequence) -> tuple[int, int]:
     return -sequence.spec.priority - sequence.num_waited_steps // AGEING_STEPS, sequence.number
-
-
-@cache
-def content(token_ids: tuple[int, ...]) -> bytes:
-    """What the blocks of these tokens hold."""
-    if not token_ids:
-        return b""
-    before = content(token_ids[:-1])
-    return before + slot_bytes(before[-DIGEST_BYTES:], token_ids[-1], DIGEST_BYTES)
