@@ -1,13 +1,16 @@
 """What computes a model on a device: the one place that chooses."""
 
 import logging
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from core.errors import ConfigError
 from core.model_config import ModelConfig
 from engine.batch import Decoder
+from engine.draw import RoughWeights, Row, Weigh, rough_weights
 from engine.kv_cache import DTYPES
 from engine.model import Model
 from engine.native_model import MixedModel, NativeModel
@@ -15,8 +18,22 @@ from engine.weights import WeightReader
 from kernels.linear import is_native
 from kernels.native.library import find_library
 from kernels.native.ops import NativeOps
+from kernels.native.sampling import SamplingOps
 
 logger = logging.getLogger(__name__)
+
+
+def load_weigh(library: Path | None) -> Weigh:
+    """What weighs rows of logits fastest: the native library, or torch without one. Sampled tokens are the same."""
+    if library is None:
+        return rough_weights
+    ops = SamplingOps(library)
+
+    def weigh(row: Row, best: float, temperature: float) -> RoughWeights:
+        weights, sums = ops.weigh(row, best, 1.0 / (temperature * math.log(2.0)))
+        return RoughWeights(weights, sums.astype(np.float64))
+
+    return weigh
 
 
 def native_library(device: torch.device) -> Path | None:

@@ -6,6 +6,7 @@ and where that could change the token, float64 decides over the whole row.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ Weights = npt.NDArray[np.float64]
 BLOCK = 128  # tokens whose weights are summed, or compared, as one
 FEW = 256  # top-p seldom keeps more
 
-# Of a sum of weights exp(-x), largest 1, relative: x has three roundings, exp2 and the sum of a block less than 1e-6; the mean
-# of x under its own weights is at most log(vocab), 12. So 3 * 2**-24 * 12 + 1e-6 = 3.2e-6.
+# Of a sum of weights exp(-x), largest 1, relative: x has three roundings, exp2 and the sum of a block err by less than 1.5e-6;
+# the mean of x under its own weights is at most log(vocab), 12. So 3 * 2**-24 * 12 + 1.5e-6 = 3.7e-6.
 FLOAT32_ERROR = 4e-6
 
 
@@ -31,6 +32,10 @@ class RoughWeights(NamedTuple):
 
     weights: Row  # [vocab]
     block_sums: Weights  # [ceil(vocab / BLOCK)]
+
+
+Weigh = Callable[[Row, float, float], RoughWeights]
+"""Does what `rough_weights` says, in its own way and within the same error."""
 
 
 def rough_weights(row: Row, best: float, temperature: float) -> RoughWeights:
@@ -63,7 +68,7 @@ def top_tokens(row: Row, k: int) -> Ids:
     return _best_first(row, np.flatnonzero(row >= bound))[:k]
 
 
-def draw(row: Row, best: float, params: SamplingParams, uniform: float) -> int:
+def draw(row: Row, best: float, params: SamplingParams, uniform: float, weigh: Weigh = rough_weights) -> int:
     """Choose the token at `uniform` of what the filters leave.
 
     The filters apply in the order temperature, min-p, top-k, top-p; each sees the weights the one before it left. What is
@@ -74,13 +79,14 @@ def draw(row: Row, best: float, params: SamplingParams, uniform: float) -> int:
         best: the largest of them, finite.
         params: with a temperature above 0.
         uniform: in [0, 1).
+        weigh: how the whole row is weighed where that is needed; the token does not depend on it.
     """
     top_k = params.top_k if params.top_k < len(row) else 0
     if not (top_k or params.min_p):
         if params.top_p < 1.0:
-            tokens, weights = _top_p_of_all(row, best, params)
+            tokens, weights = _top_p_of_all(row, best, params, weigh)
             return int(tokens[_inverse(weights, uniform)])
-        return _draw_of_all(row, best, params.temperature, uniform)
+        return _draw_of_all(row, best, params.temperature, uniform, weigh)
     if top_k:
         tokens = top_tokens(row, top_k)
     else:
@@ -98,9 +104,9 @@ def draw(row: Row, best: float, params: SamplingParams, uniform: float) -> int:
     return int(tokens[_inverse(weights, uniform)])
 
 
-def _draw_of_all(row: Row, best: float, temperature: float, uniform: float) -> int:
+def _draw_of_all(row: Row, best: float, temperature: float, uniform: float, weigh: Weigh) -> int:
     """The token at `uniform` of the whole vocabulary."""
-    ends = rough_weights(row, best, temperature).block_sums.cumsum()
+    ends = weigh(row, best, temperature).block_sums.cumsum()
     target = uniform * ends[-1]
     block = min(int(ends.searchsorted(target, side="right")), len(ends) - 1)
     start = ends[block - 1] if block else 0.0
@@ -115,9 +121,9 @@ def _draw_of_all(row: Row, best: float, temperature: float, uniform: float) -> i
     return _inverse(_weights(row, best, temperature), uniform)
 
 
-def _top_p_of_all(row: Row, best: float, params: SamplingParams) -> tuple[Ids, Weights]:
+def _top_p_of_all(row: Row, best: float, params: SamplingParams, weigh: Weigh) -> tuple[Ids, Weights]:
     """The fewest best tokens that have the share `top_p` of the whole vocabulary's weight, best first, and their weights."""
-    rough = rough_weights(row, best, params.temperature)
+    rough = weigh(row, best, params.temperature)
     total = float(rough.block_sums.sum())
     low, high = ((1.0 + error) * params.top_p * total for error in (-FLOAT32_ERROR, FLOAT32_ERROR))
     tokens = top_tokens(row, FEW)

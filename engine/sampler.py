@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.sampling import MIN_LOGPROB, uniform_draw
 from core.sequence import TokenLogprobs
-from engine.draw import Row, draw, rough_weights, top_tokens
+from engine.draw import Row, Weigh, draw, rough_weights, top_tokens
 from engine.plan import Sampled
 from engine.sequence import Sequence
 from engine.token_counts import TokenCounts
@@ -20,12 +20,13 @@ from engine.token_counts import TokenCounts
 UNUSABLE = "the model computed no usable logits"
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: Seq[Sequence], weigh: Weigh = rough_weights) -> list[Sampled]:
     """Choose the next token of each sequence.
 
     Args:
         logits: [n, vocab] float32 on the CPU, contiguous; rows are changed in place.
         sequences: n of them; row i belongs to sequence i.
+        weigh: how whole rows are weighed; no token depends on it.
     Returns:
         One Sampled each, with log-probabilities where the sequence asked for them; with an error for a row that is no
         distribution (NaN, or nothing left to choose), which concerns that row alone.
@@ -46,28 +47,31 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
         params = sequence.spec.sampling
         if not params.is_greedy:
             assert params.seed is not None, "the router gives every request a seed"
-            token = draw(rows[index], height, params, uniform_draw(params.seed, sequence.num_output_tokens))
+            token = draw(rows[index], height, params, uniform_draw(params.seed, sequence.num_output_tokens), weigh)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = _logprobs(raw.get(index, rows[index]), token, params.logprobs)
+            logprobs = _logprobs(raw.get(index, rows[index]), token, params.logprobs, weigh)
         sampled.append(Sampled(token, logprobs))
     return sampled
 
 
-def prompt_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> tuple[TokenLogprobs, ...] | None:
+def prompt_logprobs(
+    logits: Tensor, token_ids: Seq[int], num_top: int, weigh: Weigh = rough_weights
+) -> tuple[TokenLogprobs, ...] | None:
     """Log-probabilities of prompt tokens.
 
     Args:
         logits: [n, vocab] float32 on the CPU, contiguous; row i is what the model expected where token i came.
         token_ids: n of them.
         num_top: how many of the best ones are named beside each.
+        weigh: how whole rows are weighed.
     Returns:
         One each; None when a row is no distribution.
     """
     rows = logits.numpy()
     if not np.isfinite(rows.max(axis=1)).all():
         return None
-    return tuple(_logprobs(row, token, num_top) for row, token in zip(rows, token_ids, strict=True))
+    return tuple(_logprobs(row, token, num_top, weigh) for row, token in zip(rows, token_ids, strict=True))
 
 
 def _needs_edit(sequence: Sequence) -> bool:
@@ -103,9 +107,9 @@ def _why_unusable(sequence: Sequence, height: float) -> str:
     return UNUSABLE
 
 
-def _logprobs(row: Row, token: int, num_top: int) -> TokenLogprobs:
+def _logprobs(row: Row, token: int, num_top: int, weigh: Weigh) -> TokenLogprobs:
     best = float(row.max())
-    log_total = best + math.log(rough_weights(row, best, 1.0).block_sums.sum())
+    log_total = best + math.log(weigh(row, best, 1.0).block_sums.sum())
     ids = top_tokens(row, num_top).tolist() if num_top else []
     # Equal logits have equal logprobs; what is less likely than a float can say has the floor's.
     values = [max(float(row[each]) - log_total, MIN_LOGPROB) for each in (token, *ids)]

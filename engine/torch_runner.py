@@ -12,8 +12,9 @@ from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig, load_model_config
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec, TokenLogprobs
-from engine.backend import load_decoder, native_library, resolve_dtype
+from engine.backend import load_decoder, load_weigh, native_library, resolve_dtype
 from engine.batch import Decoder, build_batch
+from engine.draw import Weigh, rough_weights
 from engine.kv_cache import DTYPES, KVCache
 from engine.plan import Chunk, Sampled, StepPlan
 from engine.sampler import UNUSABLE, prompt_logprobs, sample
@@ -26,17 +27,19 @@ LOGPROB_ROWS = 64  # logits of a prompt that exist at once
 class TorchRunner:
     """Implements `engine.plan.Runner`. Knows nothing from one step to the next but the cache."""
 
-    def __init__(self, model: Decoder, kv_cache: KVCache) -> None:
+    def __init__(self, model: Decoder, kv_cache: KVCache, weigh: Weigh = rough_weights) -> None:
         """Join a model and the cache its KV goes to.
 
         Args:
             model: on the cache's device.
             kv_cache: of the model's layout and dtype.
+            weigh: what sampling takes to weigh rows of logits.
         """
         assert kv_cache.tensor.dtype == model.dtype, "KV is stored in the model's dtype"
         self._model = model
         self._cache = kv_cache.tensor
         self._block_tokens = kv_cache.layout.block_tokens
+        self._weigh = weigh
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
@@ -59,7 +62,7 @@ class TorchRunner:
         if sampling:
             rows = torch.tensor([ends[sequence.spec.sequence_id] - 1 for sequence in sampling])
             logits = self._model.logits(hidden[rows.to(hidden.device)])
-            sampled = iter(sample(logits.cpu(), sampling))
+            sampled = iter(sample(logits.cpu(), sampling, self._weigh))
         results = []
         for chunk in plan.chunks:
             result = next(sampled) if chunk.samples else Sampled(None)
@@ -79,7 +82,7 @@ class TorchRunner:
         for first in range(0, len(expected), LOGPROB_ROWS):
             ids = expected[first : first + LOGPROB_ROWS]
             logits = self._model.logits(hidden[first : first + len(ids)])
-            piece = prompt_logprobs(logits.cpu(), ids, spec.sampling.prompt_logprobs)
+            piece = prompt_logprobs(logits.cpu(), ids, spec.sampling.prompt_logprobs, self._weigh)
             if piece is None:
                 return Sampled(None, error=UNUSABLE)
             entries += piece
@@ -183,7 +186,7 @@ def load_runner(
         block_tokens=block_tokens,
     )
     return LoadedModel(
-        runner=TorchRunner(loaded, kv_cache),
+        runner=TorchRunner(loaded, kv_cache, load_weigh(library)),
         model=loaded,
         kv_cache=kv_cache,
         config=config,

@@ -79,6 +79,9 @@ int baton_can_attend(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim);
 void baton_attend(baton_pool *pool, const baton_model *model, const baton_batch *batch, int64_t layer, void *qkv,
                   void *out, int dtype);
 
+// sample.c
+void baton_weigh(const float *row, int64_t n, float best, float scale, float *weights, float *sums);
+
 // step.c
 int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *hidden);
 int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits);
