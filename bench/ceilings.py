@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,11 @@ from kernels.linear import Linear, is_native
 from kernels.native.library import find_library
 from kernels.native.ops import NativeOps
 
-READ_BYTES = 1 << 29
-GEMM_ROWS = 512
-ROUND_S = 0.15  # spent on each way in each round, or one call if that takes longer
+BUFFER_BYTES = 1 << 29
+# Calls of some milliseconds: on a machine that others use too, some of them are not interrupted.
+READ_BYTES = 1 << 26  # in one call, the next piece of the buffer each time
+GEMM_ROWS = 192
+ROUND_S = 0.3  # spent on each way in each round, or one call if that takes longer
 
 _CPU = torch.device("cpu")
 
@@ -109,9 +112,9 @@ class Ceilings:
 
 
 def _readers() -> dict[str, Callable[[], object]]:
-    values = torch.ones(READ_BYTES // 4)
-    matrix, vector = values.view(-1, 4096), torch.ones(4096)
-    return {"torch.sum": values.sum, "torch.mv": lambda: matrix.mv(vector)}
+    pieces = cycle(torch.ones(BUFFER_BYTES // 4).view(BUFFER_BYTES // READ_BYTES, -1, 4096))
+    vector = torch.ones(4096)
+    return {"torch.sum": lambda: next(pieces).sum(), "torch.mv": lambda: next(pieces).mv(vector)}
 
 
 def _layer_shapes(config: ModelConfig) -> list[tuple[int, int]]:

@@ -1,12 +1,12 @@
 """`baton bench engine`: how fast one engine computes a model here, and how much of what this machine could do that is.
 
 Every point of the sweeps is timed a little in each of several rounds, every other round backwards, so that a machine
-which slows down slows all of them. Tables go to stderr, one JSON line to stdout. It reads /proc: Linux only.
+which slows down slows all of them; a point that was timed for a minute is done. Tables go to stderr, one JSON line to
+stdout. It reads /proc: Linux only.
 """
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
 }
 QUICK: dict[str, Any] = {"batch": (1, 8), "context": (128,), "prompt": (128, 512), "rounds": 2}
 FULL_VISIT_S, QUICK_VISIT_S = 0.5, 0.1  # how long a point is timed in one round, at least
+MAX_POINT_S = 60.0  # a point that was timed for so long is not visited in further rounds
 LOOP_STEPS = 20
 
 
@@ -145,14 +146,14 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
     num_blocks = max(point.num_blocks(args.block_tokens) for point in points)
     rig = Rig(built, num_blocks, limits, QUICK_VISIT_S if args.quick else FULL_VISIT_S)
     samples: dict[Point, list[Sample]] = {point: [] for point in points}
-    busy_cores = [_visit(points, samples, rig)]
+    _visit(points, samples, rig)
     memory = memory_row(ready, Memory.now(), num_blocks * built.layout.block_bytes)
     stored = checkpoint_dtype(folder)
     ceilings = Ceilings(built.config, stored, args.threads)  # after `memory`: they need some of their own
     ceilings.measure()
     for number in range(1, args.rounds):
         console.print(f"round {number} of {args.rounds} done")
-        busy_cores.append(_visit(points if number % 2 == 0 else points[::-1], samples, rig))
+        _visit(points if number % 2 == 0 else points[::-1], samples, rig)
         ceilings.measure()
     rig.close()
 
@@ -173,17 +174,14 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
         "ceilings": ceilings_row(ceilings),
         "start": {name: round(value, 2) for name, value in start.items()},
         "memory": memory,
-        "busy_cores": round(statistics.median(busy_cores), 3),
         "skipped": skipped,
     }
 
 
-def _visit(points: list[Point], samples: dict[Point, list[Sample]], rig: Rig) -> float:
-    """One round. Returns the CPU time it was given per second: below `--threads`, others had the rest."""
-    began, cpu_began = time.perf_counter(), time.process_time()
+def _visit(points: list[Point], samples: dict[Point, list[Sample]], rig: Rig) -> None:
     for point in points:
-        samples[point] += point.visit(rig)
-    return (time.process_time() - cpu_began) / (time.perf_counter() - began)
+        if sum(sample.seconds for sample in samples[point]) < MAX_POINT_S:
+            samples[point] += point.visit(rig)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,8 @@ class Sample(NamedTuple):
     """One timed step or prompt."""
 
     seconds: float
-    model_s: float  # of them, inside the decoder
+    cpu_s: float  # of all threads
+    model_s: float  # of the seconds, those inside the decoder
 
 
 class TimedDecoder:
@@ -122,15 +123,15 @@ class Rig:
             InternalError: it failed.
         """
         self.decoder.take_s()
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         results = self._runner.run(plan)
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
         if errors := [result.error for result in results if result.error]:
             raise InternalError(f"a step of {len(plan.chunks)} chunks failed: {errors[0]}")
-        return Sample(seconds, self.decoder.take_s())
+        return Sample(seconds, cpu_s, self.decoder.take_s())
 
     def _note_step(self, result: StepResult) -> None:
-        self.steps.add(result, time.perf_counter(), self.decoder.take_s())
+        self.steps.add(result, self.decoder.take_s())
 
 
 class Point(Protocol):
@@ -214,7 +215,7 @@ class Prefill:
             for num_tokens in self._chunks():
                 chunks.append(rig.time(StepPlan([Chunk(sequence, num_tokens)])))
                 sequence.num_computed_tokens += num_tokens
-            samples.append(Sample(sum(each.seconds for each in chunks), sum(each.model_s for each in chunks)))
+            samples.append(Sample(*(sum(parts) for parts in zip(*chunks, strict=True))))
         rig.pool.release(table)
         return samples
 
@@ -265,13 +266,20 @@ class Loop:
         return costs.step(self.batch, self.batch, [self.context + self.steps // 2] * self.batch)
 
 
+class _Step(NamedTuple):
+    ended: float
+    ended_cpu: float  # on the process's own clock
+    model_s: float
+    num_tokens: int
+
+
 class _Steps:
     """The listener's side of a loop's visit: steps as they come, until every expected sequence has ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_expected = self._num_ended = 0
-        self._steps: list[tuple[float, float, int]] = []  # when it ended, seconds in the model, tokens
+        self._steps: list[_Step] = []
         self._error = ""
 
     def expect(self, num_sequences: int) -> None:
@@ -279,10 +287,11 @@ class _Steps:
         with self._changed:
             self._num_expected, self._num_ended, self._steps = num_sequences, 0, []
 
-    def add(self, result: StepResult, ended: float, model_s: float) -> None:
-        """Note one step of the engine's thread."""
+    def add(self, result: StepResult, model_s: float) -> None:
+        """Note the step that has just ended in the engine's thread."""
+        num_tokens = sum(len(output.token_ids) for output in result.outputs)
         with self._changed:
-            self._steps.append((ended, model_s, sum(len(output.token_ids) for output in result.outputs)))
+            self._steps.append(_Step(time.perf_counter(), time.process_time(), model_s, num_tokens))
             self._num_ended += sum(output.has_ended for output in result.outputs)
             self._error = self._error or next((output.error for output in result.outputs if output.error), "")
             self._changed.notify_all()
@@ -295,9 +304,9 @@ class _Steps:
             if self._error:
                 raise InternalError(f"the engine failed: {self._error}")
             return [
-                Sample(ended - before, model_s)
-                for (before, _, first), (ended, model_s, second) in zip(self._steps, self._steps[1:], strict=False)
-                if first == second == self._num_expected
+                Sample(step.ended - last.ended, step.ended_cpu - last.ended_cpu, step.model_s)
+                for last, step in pairwise(self._steps)
+                if last.num_tokens == step.num_tokens == self._num_expected
             ]
 
 

@@ -19,6 +19,7 @@ _HEADINGS = {
     "p25_ms": "p25",
     "p75_ms": "p75",
     "tokens_per_s": "tokens/s",
+    "cpu_ms": "cpu",
     "overhead_ms": "overhead",
     "gemm_share": "gemm",
     "memory_share": "memory",
@@ -27,6 +28,9 @@ _HEADINGS = {
 
 def rows(samples: Mapping[Point, Seq[Sample]], ceilings: Ceilings, costs: Costs) -> dict[str, list[Row]]:
     """The sweeps, in the order the points were given; times in ms, medians, with both quartiles.
+
+    `cpu_ms` is the processor time of the same work; where it is well below, something else had the core. `overhead_ms` is
+    what is spent outside the model: on plans, blocks, batches and sampling.
 
     Args:
         samples: of every point.
@@ -39,12 +43,13 @@ def rows(samples: Mapping[Point, Seq[Sample]], ceilings: Ceilings, costs: Costs)
         seconds = [sample.seconds for sample in timed]
         median_s = statistics.median(seconds)
         work = point.work(costs)
-        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
         overhead_s = statistics.median(sample.seconds - sample.model_s for sample in timed)
         measured = {
             "num_samples": len(timed),
             "p25_ms": _ms(quartiles[0]),
             "p75_ms": _ms(quartiles[2]),
+            "cpu_ms": _ms(statistics.median(sample.cpu_s for sample in timed)),
             "overhead_ms": _ms(overhead_s),
             "gemm_share": round(work.flops / gemm_rate / median_s, 3),
             "memory_share": round(work.read_bytes / read_rate / median_s, 3),
@@ -100,13 +105,12 @@ def tables(results: Mapping[str, Any]) -> Iterator[Table]:
         ("products, GFLOP/s", _listed(ceilings["gemm_gflop_per_s"])),
         ("start, s", _listed(start)),
         ("memory, MiB", _listed({name.removesuffix("_bytes"): size // _MIB for name, size in memory.items()})),
-        ("CPU time per second", str(results["busy_cores"])),
     ]
     yield _table("Ceilings, start, memory", ("", ""), facts)
 
 
 def _table(title: str, columns: Seq[str], lines: Iterable[Iterable[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), show_header=any(columns))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), show_header=any(columns))
     for column in columns:
         table.add_column(_HEADINGS.get(column, column), justify="right")
     for line in lines:

@@ -75,6 +75,7 @@ def test_the_command_ends_with_one_json_line_of_everything_it_measured(tmp_path:
         assert 0 < row["overhead_ms"] <= row["p75_ms"]
         assert row["tokens_per_s"] == pytest.approx(num_tokens / row[time_name] * 1e3, rel=0.01)
         assert row["num_samples"] >= 2
+        assert row["cpu_ms"] > 0
         assert row["gemm_share"] >= 0
         assert row["memory_share"] >= 0
     assert len(results["skipped"]) == 2  # two batches of the longer context; the loop takes the first
