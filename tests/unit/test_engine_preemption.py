@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.errors import CapacityError
 from engine.loop import EngineLoop
 from engine.scheduler import AGEING_STEPS, PATIENCE_STEPS, StepLimits
 from engine.scripted import ScriptedEngine, scripted_engine, scripted_layout
@@ -193,6 +194,26 @@ def test_a_head_that_does_not_fit_lets_others_pass_for_a_while_only() -> None:
     assert len(passed) > 10
     # Then nobody passes, and what ran by then ends: at most the longest answer that was there.
     assert waited <= PATIENCE_STEPS + 120 + 240 / 32 + 5
+
+
+def test_newcomers_of_the_service_leave_room_for_the_first_that_waits() -> None:
+    parts, num_refused = engine(40), 0
+    transfers = {15: parts.pool.acquire(20).blocks}  # by the step in which they end
+
+    def transfers_come(loop: EngineLoop, num_steps: int, live: list[Sequence]) -> None:
+        nonlocal num_refused
+        parts.pool.release(transfers.pop(num_steps, []))
+        while num_steps and any(one.spec.sequence_id == "big" and not one.has_blocks for one in live):
+            try:
+                transfers.setdefault(num_steps + 10, []).extend(parts.pool.admit(3).blocks)
+            except CapacityError:
+                num_refused += 1
+                return
+
+    runs, big = spec(parts, "runs", [1] * 4, max_tokens=150), spec(parts, "big", [2] * 8, max_tokens=60)
+    listener = serve(parts, [runs, big], StepLimits(max_batched_tokens=16, max_sequences=4), transfers_come)
+    assert steps_until(listener, "big") < 20
+    assert num_refused > 10
 
 
 @pytest.mark.parametrize("swap_blocks", SWAP)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 
@@ -14,7 +15,8 @@ from core.sequence import SequenceSpec
 from engine.loop import EngineLoop
 from engine.scheduler import StepLimits
 from engine.scripted import ScriptedEngine, expected_tokens, scripted_engine, scripted_layout
-from tests.engine_harness import EOS, Recorder, acting_loop, assert_all_returned, fill, nothing, spec
+from engine.sequence import Sequence
+from tests.engine_harness import EOS, WAIT_S, Recorder, acting_loop, assert_all_returned, fill, nothing, spec
 
 BLOCK = 4
 PROMPTS = [list(range(start, start + length)) for start, length in ((10, 5), (40, 16), (70, 23), (70, 12))]
@@ -25,28 +27,25 @@ def expected(prompt: Iterable[int], num_tokens: int) -> list[int]:
     return expected_tokens(prompt, num_tokens, layout=scripted_layout(BLOCK), eos_token_ids=(EOS,))
 
 
-def test_a_release_by_another_thread_wakes_an_engine_that_waits_for_room() -> None:
-    parts = scripted_engine(num_blocks=4, layout=scripted_layout(BLOCK), limits=LIMITS)
-    listener = Recorder()
-    parts.loop.start(listener)
-    for number in range(300):
-        blocks = parts.pool.acquire(4).blocks
-        parts.loop.submit(spec(parts, f"s{number}", [number % 250] * 9, max_tokens=1))
-        parts.pool.release(blocks)  # before, while or after the engine finds that there is no room
+@pytest.mark.parametrize("num_held", [0, 4])  # the rest is promised away
+def test_a_release_by_another_thread_wakes_an_engine_that_waits_for_room(num_held: int) -> None:
+    parts, listener, has_looked = scripted_engine(num_blocks=4, layout=scripted_layout(BLOCK)), Recorder(), Event()
+
+    def look(loop: EngineLoop, num_steps: int, live: list[Sequence]) -> None:
+        if live:
+            has_looked.set()
+
+    loop = acting_loop(parts, LIMITS, look)
+    loop.start(listener)
+    for number in range(50):
+        blocks = parts.pool.acquire(num_held, promise=4 - num_held).blocks
+        has_looked.clear()
+        loop.submit(spec(parts, f"s{number}", [number] * 9, max_tokens=1))
+        assert has_looked.wait(WAIT_S)
+        parts.pool.release(blocks, promise=4 - num_held)  # just before it falls asleep, or after
         assert listener.end_of(f"s{number}").finish_reason == "length"
-    parts.loop.stop()
+    loop.stop()
     assert_all_returned(parts.pool, listener)
-
-
-def test_what_is_promised_away_and_given_up_wakes_it_too() -> None:
-    parts = scripted_engine(num_blocks=4, layout=scripted_layout(BLOCK), limits=LIMITS)
-    listener = Recorder()
-    parts.pool.acquire(0, promise=4)
-    parts.loop.start(listener)
-    parts.loop.submit(spec(parts, "a", [5], max_tokens=1))
-    parts.pool.release((), promise=4)
-    assert listener.end_of("a").finish_reason == "length"
-    parts.loop.stop()
 
 
 class Service:
