@@ -20,7 +20,6 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the chosen tokens, when asked for
-    margins: list[float] = field(default_factory=list)  # best minus second best, when two were asked for
     done: pb.GenerateDone = field(default_factory=pb.GenerateDone)
 
 
@@ -82,7 +81,5 @@ def _collect(
             if response.chunk.token_ids:
                 on_token()
             answer.logprobs += [each.chosen.logprob for each in response.chunk.logprobs]
-            tops = [each.top for each in response.chunk.logprobs if len(each.top) > 1]
-            answer.margins += [top[0].logprob - top[1].logprob for top in tops]
     assert ended == 1, "a stream without a status ends with done"
     return answer

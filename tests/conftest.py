@@ -33,12 +33,13 @@ def float32_stack(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def bfloat16_cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Separately started processes in bfloat16. Its tests belong to the xdist group "bfloat16".
+    """Separately started processes in bfloat16, deterministic. Its tests belong to the xdist group "bfloat16".
 
     Router 0 is disaggregated, router 1 aggregated; both have the same workers.
     """
     home = make_home(tmp_path_factory.mktemp("bfloat16") / "home", demo_model.parent)
-    with cluster(home, ["--dtype", "bfloat16", "--kv-memory", "512MiB"], [[], ["--mode", "aggregated"]]) as stack:
+    flags = ["--dtype", "bfloat16", "--kv-memory", "512MiB", "--deterministic"]
+    with cluster(home, flags, [[], ["--mode", "aggregated"]]) as stack:
         yield stack
 
 

@@ -39,22 +39,15 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def unexcused(
-    row: Row, left: Sequence[int], right: Sequence[int], margin: float, own_margins: Sequence[float] = ()
-) -> str:
-    """Why two answers to a row's prompt must not differ as they do; empty when they may.
+def unexcused(row: Row, token_ids: Sequence[int], margin: float) -> str:
+    """Why an answer to a row's prompt must not differ from the reference as it does; empty when it may.
 
     Args:
         row: its margins say where a near-tie is.
-        left, right: token ids.
+        token_ids: the answer.
         margin: differences of logits below this are near-ties, where rounding may choose.
-        own_margins: of `right`; they judge a difference after both left the reference's answer, of which it knows nothing.
     """
-    at = first_difference(left, right)
-    if at is None:
+    at = first_difference(token_ids, row.token_ids)
+    if at is None or (at < len(row.margins) and row.margins[at] < margin and len(token_ids) == len(row.token_ids)):
         return ""
-    margins = row.margins if list(left[:at]) == row.token_ids[:at] else own_margins
-    found = margins[at] if at < len(margins) else float("nan")
-    if found < margin and len(left) == len(right):
-        return ""
-    return f"{row.id}: {list(left[at : at + 3])} != {list(right[at : at + 3])} at token {at}, margin {found}"
+    return f"{row.id}: {list(token_ids[at : at + 3])} != {row.token_ids[at : at + 3]} at token {at}"
