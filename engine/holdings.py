@@ -54,7 +54,7 @@ class Holdings:
         for index in range(block, block + num_cached):
             sequence.block_table[index] = self._pool.exchange(sequence.block_table[index], hashes[index])
         sequence.num_computed_tokens += num_cached * self._block_tokens
-        if sequence.num_output_tokens == 0 and sequence.num_cached_tokens is not None:
+        if sequence.num_preemptions == 0 and sequence.num_cached_tokens is not None:
             sequence.num_cached_tokens += num_cached * self._block_tokens
         sequence.num_published_blocks = max(sequence.num_published_blocks, block + num_cached)
 

@@ -9,8 +9,9 @@ The rules, and why they hold:
   is done within 2 n / left steps, whatever else arrives. The rest goes to the others by priority and, among equals, to
   the fewest uncomputed tokens first, so a prompt of at most half a step waits only for equals shorter than itself.
 - Starting. A sequence takes blocks for all its known tokens at once, and has some set aside for its growth, so a started
-  one never waits for blocks while it computes its prompt. While the first in rank does not fit, those behind it may
-  start; once it has waited PATIENCE_STEPS nobody passes, and as running sequences end it gets its room.
+  one never waits for blocks while it computes its prompt. While the first that does not fit waits, those behind it may
+  start; once it has waited PATIENCE_STEPS, or if it had to yield, nobody passes, and as running sequences end it gets its
+  room.
 - Same prefix. A prompt whose next block an earlier prompt of the same plan computes waits for it and finds it cached.
 - Preemption. When a decoding sequence must grow, nothing is set aside for it and nothing is available, the last in rank
   yields: of a lower priority, or an equal whose growth is not set aside either; if there is none, the one that must grow.
@@ -161,16 +162,7 @@ class _Planner:
 
     def _prompts(self, computing: list[Sequence], budget: int) -> list[Chunk]:
         """Chunks of prompts that have blocks, and of those that can start now."""
-        waiting = self._waiting
-        if self._preempted:
-            # Whoever yielded just now must not be the first to profit, nor may newcomers be.
-            self._num_kept, waiting = self._available, []
-        elif waiting and not self._fits(waiting[0]):
-            self._num_kept = self._blocks_to_start(waiting[0])
-            if waiting[0].num_waited_steps >= PATIENCE_STEPS:
-                waiting = []
-        if self._num_slots < 1:
-            waiting = []
+        waiting = self._may_start()
         first: Sequence | None = None
         first_part = 0  # of the budget, at least
         pending: set[bytes] = set()  # blocks that prompts of this plan are computing
@@ -196,6 +188,18 @@ class _Planner:
 
     def _order_after_first(self, sequence: Sequence) -> tuple[int, int, tuple[int, int]]:
         return -sequence.spec.priority, self._num_uncomputed(sequence), _rank(sequence)
+
+    def _may_start(self) -> list[Sequence]:
+        """Those waiting who may start if they fit; notes what newcomers must leave."""
+        if self._preempted:  # whoever yielded just now must not be the first to profit, nor may newcomers be
+            self._num_kept = self._available
+            return []
+        stuck = next((index for index, one in enumerate(self._waiting) if not self._fits(one)), None)
+        if stuck is not None:
+            self._num_kept = self._blocks_to_start(self._waiting[stuck])
+            if self._waiting[stuck].num_waited_steps < PATIENCE_STEPS and not self._waiting[stuck].num_preemptions:
+                stuck = None
+        return self._waiting[:stuck] if self._num_slots > 0 else []
 
     def _admit(self, sequence: Sequence, pending: set[bytes]) -> int:
         """How many tokens a prompt has to compute; 0: not in this step, since it cannot start or had better wait."""

@@ -156,6 +156,21 @@ def test_a_low_priority_gets_in_though_higher_ones_never_stop_coming() -> None:
     assert waited <= AGEING_STEPS + 11 + 40 / 2
 
 
+def test_a_long_prompt_that_has_started_goes_on_though_higher_ones_never_stop_coming() -> None:
+    parts = engine(200)
+    num_highs = 0
+
+    def highs_come(loop: EngineLoop, num_steps: int, live: list[Sequence]) -> None:
+        nonlocal num_highs
+        while any(one.spec.sequence_id == "low" for one in live) and num_highs < 2 * num_steps:
+            loop.submit(spec(parts, f"high{num_highs}", [num_highs % 250, 7] * 8, max_tokens=1, priority=1))
+            num_highs += 1
+
+    low = spec(parts, "low", [99] * 200, max_tokens=1)
+    listener = serve(parts, [low], StepLimits(max_batched_tokens=8, max_sequences=4), highs_come)
+    assert steps_until(listener, "low") <= AGEING_STEPS + 4 + 200 / 4
+
+
 def test_short_prompts_pass_two_very_long_ones_which_still_progress() -> None:
     parts, limits = engine(4_000), StepLimits(max_batched_tokens=64, max_sequences=16)
     asked: dict[str, int] = {}

@@ -190,6 +190,14 @@ class TestStarting:
         assert desk.started() == starts
         assert desk.plan().num_kept_blocks == 19
 
+    def test_nobody_passes_one_that_had_to_yield(self) -> None:
+        desk = Desk(20)
+        desk.pool.acquire(8)
+        desk.add("yielded", tokens=200).num_preemptions = 1
+        desk.add("small", tokens=4, sampling=SamplingParams(max_tokens=4, seed=0))
+        desk.add("high", tokens=4, sampling=SamplingParams(max_tokens=4, seed=0), priority=1)
+        assert desk.started() == ["high"]
+
     def test_two_that_fit_alone_do_not_both_start(self) -> None:
         desk = Desk(17)
         desk.add("a", tokens=40)
