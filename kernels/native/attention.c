@@ -11,22 +11,38 @@
 #include "vec.h"
 
 enum {
-    SPAN = 32,           // positions; a multiple of 2 * LANES
+    SPAN = 32,           // positions; whole pairs of vectors
     MAX_TILE_ROWS = 96,  // (query, head) pairs that share one pass over the keys
+    TILE = 6,            // rows of a register tile
     MAX_HEAD_DIM = 512,
 };
 
-// The scratch of one worker. Head dimensions are padded to whole vectors.
+// The scratch of one worker, by the floats it needs for heads of `dim`, padded to whole vectors.
 typedef struct {
-    float keys[MAX_HEAD_DIM * SPAN];  // [dim][SPAN]
-    float values[SPAN * MAX_HEAD_DIM];  // [SPAN][padded dim]
-    float queries[MAX_TILE_ROWS * MAX_HEAD_DIM];  // [row][dim], scaled
-    float sums[MAX_TILE_ROWS * MAX_HEAD_DIM];  // [row][padded dim]
-    float weights[6 * SPAN];
-    float max[MAX_TILE_ROWS], total[MAX_TILE_ROWS];
+    float *keys;     // [dim][SPAN]
+    float *values;   // [SPAN][padded]
+    float *queries;  // [row][dim], scaled
+    float *sums;     // [row][padded]
+    float *weights;  // [TILE][SPAN]
+    float *max, *total;  // [row]
+    int64_t dim, padded;
 } tile_memory;
 
-_Static_assert(sizeof(tile_memory) <= BATON_SCRATCH_BYTES, "a tile fits a worker's scratch");
+// A little apart, or all of it would fall on the same sets of the cache.
+enum { GAP = 48, MAX_FLOATS = 2 * (MAX_TILE_ROWS + SPAN) * MAX_HEAD_DIM + (TILE + 2) * SPAN + 2 * MAX_TILE_ROWS + 8 * GAP };
+_Static_assert(MAX_FLOATS * sizeof(float) <= BATON_SCRATCH_BYTES, "a tile fits a worker's scratch");
+
+static tile_memory lay_out(void *scratch, int64_t dim, int64_t rows) {
+    int64_t padded = (dim + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
+    tile_memory memory = {.dim = dim, .padded = padded, .keys = scratch};
+    memory.values = memory.keys + (dim + 1) * SPAN + GAP;  // the keys' last row may be overrun by less than a vector
+    memory.queries = memory.values + SPAN * padded + GAP;
+    memory.sums = memory.queries + rows * dim + GAP;
+    memory.weights = memory.sums + rows * padded + GAP;
+    memory.max = memory.weights + TILE * SPAN + GAP;
+    memory.total = memory.max + rows;
+    return memory;
+}
 
 int baton_can_attend(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
     return head_dim <= MAX_HEAD_DIM && num_heads / num_kv_heads <= MAX_TILE_ROWS;
@@ -42,41 +58,78 @@ typedef struct {
     atomic_long next;  // tile to be taken
 } attention;
 
-// One layer's keys or values of one head in one sequence.
+// One layer's keys of one head in one sequence. Its values lie `values_at` bytes behind.
 typedef struct {
     const char *base;
     const int32_t *table;
     int64_t block_bytes;  // between blocks of the cache
-    int64_t block_tokens;
+    int64_t block_shift;  // log2 of the tokens in one
     int64_t row_bytes;
+    int64_t values_at;
 } head_cache;
 
 static const char *row_at(const head_cache *cache, int64_t position) {
-    return cache->base + cache->table[position / cache->block_tokens] * cache->block_bytes +
-           position % cache->block_tokens * cache->row_bytes;
+    int64_t offset = position & ((1 << cache->block_shift) - 1);
+    return cache->base + cache->table[position >> cache->block_shift] * cache->block_bytes + offset * cache->row_bytes;
 }
 
-// kv: 0 for keys, 1 for values.
-static head_cache head_cache_of(const attention *job, int64_t sequence, int kv, int64_t kv_head) {
+static head_cache head_cache_of(const attention *job, int64_t sequence, int64_t kv_head) {
     const baton_model *model = job->model;
     const baton_batch *batch = job->batch;
     int64_t row_bytes = model->head_dim * baton_dtype_bytes(batch->cache_dtype);
-    int64_t head_bytes = batch->block_tokens * row_bytes, layer_bytes = 2 * model->num_kv_heads * head_bytes;
+    int64_t head_bytes = batch->block_tokens * row_bytes, values_at = model->num_kv_heads * head_bytes;
     return (head_cache){
-        .base = (const char *)batch->cache + job->layer * layer_bytes + (kv * model->num_kv_heads + kv_head) * head_bytes,
+        .base = (const char *)batch->cache + job->layer * 2 * values_at + kv_head * head_bytes,
         .table = batch->tables + batch->first_block[sequence],
-        .block_bytes = model->num_layers * layer_bytes,
-        .block_tokens = batch->block_tokens,
+        .block_bytes = model->num_layers * 2 * values_at,
+        .block_shift = __builtin_ctzll((unsigned long long)batch->block_tokens),
         .row_bytes = row_bytes,
+        .values_at = values_at,
     };
 }
 
-// Keys of positions [begin, begin + count) as to[dim][SPAN], in float32; what lies beyond `count` means nothing.
-INLINE void transpose_keys(const head_cache *cache, int64_t begin, int64_t count, int64_t dim, float *to, const int dtype) {
+// Where the keys of positions [low, high) of a span are. What a row holds is read only if it lies in that range.
+typedef struct {
+    int64_t begin, low, high;  // the latter two relative to `begin`
+    const char *rows[SPAN];
+} span_rows;
+
+static span_rows find_rows(const head_cache *cache, int64_t begin, int64_t oldest, int64_t end) {
+    span_rows span = {.begin = begin, .low = begin < oldest ? oldest - begin : 0, .high = end - begin};
+    if (span.high > SPAN) span.high = SPAN;
+    int64_t inside_block = (1 << cache->block_shift) - 1;
+    for (int64_t i = span.low; i < span.high; i++) {
+        int is_next = i > span.low && (begin + i) & inside_block;
+        span.rows[i] = is_next ? span.rows[i - 1] + cache->row_bytes : row_at(cache, begin + i);
+    }
+    return span;
+}
+
+// Two vectors of a row's elements. Those of 16 bits come out even ones first: that order is as good as any for values.
+INLINE void load_pair(const void *row, int64_t at, vf pair[2], const int dtype) {
+    if (dtype == BATON_F32) {
+        pair[0] = load((const float *)row + at);
+        pair[1] = load((const float *)row + at + LANES);
+    } else {
+        vu words = load_words((const uint16_t *)row + at);
+        pair[0] = dtype == BATON_BF16 ? low_bf16(words) : low_f16(words);
+        pair[1] = dtype == BATON_BF16 ? high_bf16(words) : high_f16(words);
+    }
+}
+
+// Where element d of a row lies after `load_pair`.
+static int64_t place_of(int64_t d, int dtype) {
+    if (dtype == BATON_F32) return d;
+    int64_t inside = d % (2 * LANES);
+    return d - inside + inside % 2 * LANES + inside / 2;
+}
+
+// Keys of the span as to[dim][SPAN], in float32; columns outside its range mean nothing.
+INLINE void transpose_keys(const span_rows *span, int64_t dim, float *to, const int dtype) {
     const int per_word = dtype == BATON_F32 ? 1 : 2;
-    for (int64_t first = 0; first < count; first += LANES) {
+    for (int64_t first = span->low; first < span->high; first += LANES) {
         const char *rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = row_at(cache, begin + (first + i < count ? first + i : count - 1));
+        for (int i = 0; i < LANES; i++) rows[i] = span->rows[first + i < span->high ? first + i : span->high - 1];
         int64_t d = 0;
         for (; d + LANES * per_word <= dim; d += LANES * per_word) {
             vu words[LANES];
@@ -98,23 +151,51 @@ INLINE void transpose_keys(const head_cache *cache, int64_t begin, int64_t count
     }
 }
 
-static void load_keys(const head_cache *cache, int64_t begin, int64_t count, int64_t dim, float *to, int dtype) {
+static void load_keys(const span_rows *span, tile_memory *memory, int dtype) {
     switch (dtype) {
-        case BATON_F32: transpose_keys(cache, begin, count, dim, to, BATON_F32); break;
-        case BATON_BF16: transpose_keys(cache, begin, count, dim, to, BATON_BF16); break;
-        case BATON_F16: transpose_keys(cache, begin, count, dim, to, BATON_F16); break;
+        case BATON_F32: transpose_keys(span, memory->dim, memory->keys, BATON_F32); break;
+        case BATON_BF16: transpose_keys(span, memory->dim, memory->keys, BATON_BF16); break;
+        case BATON_F16: transpose_keys(span, memory->dim, memory->keys, BATON_F16); break;
     }
 }
 
-static void load_values(const head_cache *cache, int64_t begin, int64_t count, int64_t dim, int64_t padded, float *to,
-                        int dtype) {
-    for (int64_t i = 0; i < count; i++) baton_load_row(to + i * padded, row_at(cache, begin + i), dim, dtype);
+INLINE void widen_values(const span_rows *span, int64_t values_at, tile_memory *memory, const int dtype) {
+    for (int64_t i = span->low; i < span->high; i++) {
+        const char *row = span->rows[i] + values_at;
+        float *to = memory->values + i * memory->padded;
+        int64_t d = 0;
+        for (; d + 2 * LANES <= memory->dim; d += 2 * LANES) {
+            vf pair[2];
+            load_pair(row, d, pair, dtype);
+            store(to + d, pair[0]);
+            store(to + d + LANES, pair[1]);
+        }
+        for (; d < memory->dim; d++)
+            baton_load_row(to + place_of(d, dtype), row + d * baton_dtype_bytes(dtype), 1, dtype);
+    }
+}
+
+static void load_values(const span_rows *span, int64_t values_at, tile_memory *memory, int dtype) {
+    switch (dtype) {
+        case BATON_F32: widen_values(span, values_at, memory, BATON_F32); break;
+        case BATON_BF16: widen_values(span, values_at, memory, BATON_BF16); break;
+        case BATON_F16: widen_values(span, values_at, memory, BATON_F16); break;
+    }
+}
+
+static void prefetch(const span_rows *span, int64_t values_at, int64_t row_bytes) {
+    for (int64_t i = span->low; i < span->high; i++)
+        for (int64_t at = 0; at < row_bytes; at += 64) {
+            __builtin_prefetch(span->rows[i] + at);
+            __builtin_prefetch(span->rows[i] + values_at + at);
+        }
 }
 
 // Scores of `rows` queries against the span, in base 2.
-INLINE void score_tile(const float *queries, int64_t dim, const float *keys, float *scores, const int rows, const int width) {
-    for (int at = 0; at < SPAN; at += width * LANES) {
-        vf sums[6][4];
+INLINE void score_tile(const float *queries, int64_t dim, const float *keys, float *scores, int64_t high, const int rows,
+                       const int width) {
+    for (int at = 0; at < high; at += width * LANES) {
+        vf sums[TILE][4];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) sums[r][j] = (vf){0};
         multiply_tile(queries, dim, keys + at, SPAN, dim, sums, rows, width);
         UNROLL for (int r = 0; r < rows; r++)
@@ -122,59 +203,103 @@ INLINE void score_tile(const float *queries, int64_t dim, const float *keys, flo
     }
 }
 
-INLINE void value_tile(const float *weights, const float *values, int64_t padded, int64_t low, int64_t high, float *sums_at,
-                       const float *decay, const int rows, const int width) {
+// Scores of keys [low, high) become weights relative to the new maximum, all others 0; decay: by how much everything
+// before shrinks.
+INLINE void soften(float *scores, int64_t low, int64_t high, float *max, float *total, float *decay, const int rows) {
+    float now[TILE];
+    UNROLL for (int r = 0; r < rows; r++) {
+        float *row = scores + r * SPAN;
+        if (low > 0 || high < SPAN)
+            for (int64_t i = 0; i < SPAN; i++)
+                if (i < low || i >= high) row[i] = -INFINITY;
+        vf largest = load(row);
+        for (int i = LANES; i < SPAN; i += LANES) largest = larger(largest, load(row + i));
+        largest = max_lanes(largest);
+        now[r] = largest[0] > max[r] ? largest[0] : max[r];
+        decay[r] = max[r] - now[r];
+        max[r] = now[r];
+    }
+    for (int r = 0; r < rows; r += LANES) store(decay + r, exp2_lanes(load(decay + r)));
+    UNROLL for (int r = 0; r < rows; r++) {
+        float *row = scores + r * SPAN;
+        vf sum = {0};
+        for (int i = 0; i < SPAN; i += LANES) {
+            vf weight = exp2_lanes(load(row + i) - now[r]);
+            store(row + i, weight);
+            sum += weight;
+        }
+        total[r] = total[r] * decay[r] + sum_lanes(sum)[0];
+    }
+}
+
+// sums = sums * decay + weights * values of keys [low, high), as widened before.
+INLINE void value_tile(const tile_memory *memory, float *sums_at, int64_t low, int64_t high, const float *decay,
+                       const int rows, const int width) {
+    int64_t padded = memory->padded;
     for (int64_t d = 0; d < padded; d += width * LANES) {
-        vf sums[6][4];
+        vf sums[TILE][4];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int j = 0; j < width; j++) sums[r][j] = load(sums_at + r * padded + d + j * LANES) * decay[r];
-        multiply_tile(weights + low, SPAN, values + low * padded + d, padded, high - low, sums, rows, width);
+        multiply_tile(memory->weights + low, SPAN, memory->values + low * padded + d, padded, high - low, sums, rows, width);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int j = 0; j < width; j++) store(sums_at + r * padded + d + j * LANES, sums[r][j]);
     }
 }
 
-// Scores become weights relative to the new maximum; returns by how much everything before shrinks.
-INLINE float soften(float *scores, int64_t low, int64_t high, float *max, float *total) {
-    if (low > 0 || high < SPAN)
-        for (int64_t i = 0; i < SPAN; i++)
-            if (i < low || i >= high) scores[i] = -INFINITY;
-    vf largest = load(scores);
-    for (int i = LANES; i < SPAN; i += LANES) largest = larger(largest, load(scores + i));
-    float before = *max, now = max_lanes(largest);
-    if (!(now > before)) now = before;
-    vf sum = {0};
-    for (int i = 0; i < SPAN; i += LANES) {
-        vf weight = exp2_lanes(load(scores + i) - now);
-        store(scores + i, weight);
-        sum += weight;
+// The same straight from the cache: for few rows, widening first would cost more than the product.
+INLINE void cached_value_tile(const tile_memory *memory, const span_rows *span, int64_t values_at, float *sums_at,
+                              int64_t low, int64_t high, const float *decay, const int rows, const int width, const int dtype) {
+    int64_t padded = memory->padded;
+    for (int64_t d = 0; d < padded; d += width * LANES) {
+        vf sums[TILE][4];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int j = 0; j < width; j++) sums[r][j] = load(sums_at + r * padded + d + j * LANES) * decay[r];
+        for (int64_t i = low; i < high; i++) {
+            vf column[4];
+            UNROLL for (int j = 0; j < width; j += 2) load_pair(span->rows[i] + values_at, d + j * LANES, column + j, dtype);
+            multiply_add(sums, memory->weights + i, SPAN, column, rows, width);
+        }
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int j = 0; j < width; j++) store(sums_at + r * padded + d + j * LANES, sums[r][j]);
     }
-    float decay[LANES];
-    store(decay, exp2_lanes(splat(before - now)));
-    *max = now;
-    *total = *total * decay[0] + sum_lanes(sum);
-    return decay[0];
 }
 
-// Folds positions [low, high) of the loaded span into rows [first, first + rows) of the tile.
-INLINE void fold_tile(tile_memory *memory, int64_t dim, int64_t padded, int64_t first, int64_t low, int64_t high,
-                      const int rows) {
-    float decay[6];
+// Where the values come from: the widened ones, or rows of the cache of a dtype.
+enum { WIDENED = -1 };
+
+// Folds keys [low, high) of the loaded span into rows [first, first + rows) of the tile.
+INLINE void fold_tile(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t first, int64_t low,
+                      int64_t high, const int rows, const int source) {
     const int score_width = rows <= 3 && SPAN % (4 * LANES) == 0 ? 4 : 2;
-    score_tile(memory->queries + first * dim, dim, memory->keys, memory->weights, rows, score_width);
-    for (int r = 0; r < rows; r++)
-        decay[r] = soften(memory->weights + r * SPAN, low, high, &memory->max[first + r], &memory->total[first + r]);
-    value_tile(memory->weights, memory->values, padded, low, high, memory->sums + first * padded, decay, rows, 2);
+    float decay[TILE + LANES] = {0};
+    score_tile(memory->queries + first * memory->dim, memory->dim, memory->keys, memory->weights, high, rows, score_width);
+    soften(memory->weights, low, high, memory->max + first, memory->total + first, decay, rows);
+    float *sums = memory->sums + first * memory->padded;
+    const int is_wide = rows <= 3 && memory->padded % (4 * LANES) == 0;
+    if (source != WIDENED) cached_value_tile(memory, span, values_at, sums, low, high, decay, rows, 2, source);
+    else if (is_wide) value_tile(memory, sums, low, high, decay, rows, 4);
+    else value_tile(memory, sums, low, high, decay, rows, 2);
 }
 
-static void fold(tile_memory *memory, int64_t dim, int64_t padded, int64_t begin, int64_t end, int64_t low, int64_t high) {
-    for (int64_t row = begin; row < end; row += 6) {
-#define ROWS(n) case n: fold_tile(memory, dim, padded, row, low, high, n); break;
+INLINE void fold_rows(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t begin, int64_t end,
+                      int64_t low, int64_t high, const int source) {
+    for (int64_t row = begin; row < end; row += TILE) {
+#define ROWS(n) case n: fold_tile(memory, span, values_at, row, low, high, n, source); break;
         switch (end - row) {
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
-            default: fold_tile(memory, dim, padded, row, low, high, 6);
+            default: fold_tile(memory, span, values_at, row, low, high, TILE, source);
         }
 #undef ROWS
+    }
+}
+
+static void fold(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t begin, int64_t end, int64_t low,
+                 int64_t high, int source) {
+    switch (source) {
+        case WIDENED: fold_rows(memory, span, values_at, begin, end, low, high, WIDENED); break;
+        case BATON_F32: fold_rows(memory, span, values_at, begin, end, low, high, BATON_F32); break;
+        case BATON_BF16: fold_rows(memory, span, values_at, begin, end, low, high, BATON_BF16); break;
+        case BATON_F16: fold_rows(memory, span, values_at, begin, end, low, high, BATON_F16); break;
     }
 }
 
@@ -183,49 +308,58 @@ static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // All heads that share `kv_head`, for the queries at positions [begin, end) of a sequence.
 static void attend_tile(const attention *job, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end,
-                        tile_memory *memory) {
+                        void *scratch) {
     const baton_model *model = job->model;
     const baton_batch *batch = job->batch;
-    int64_t dim = model->head_dim, padded = (dim + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
-    int64_t group = model->num_heads / model->num_kv_heads, num_rows = (end - begin) * group;
+    int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, num_rows = (end - begin) * group;
     int64_t window = model->layers[job->layer].window, bytes = baton_dtype_bytes(job->dtype);
     int64_t qkv_bytes = (model->num_heads + 2 * model->num_kv_heads) * dim * bytes;
     int64_t first_token = batch->first_row[sequence] + begin - batch->start[sequence];
+    tile_memory memory = lay_out(scratch, dim, num_rows);
     float scale = 1.44269504f / sqrtf((float)dim);  // exp(x) = 2^(x * log2(e))
 
     for (int64_t row = 0; row < num_rows; row++) {
-        float *query = memory->queries + row * dim;
+        float *query = memory.queries + row * dim;
         int64_t head = kv_head * group + row % group;
         baton_load_row(query, job->qkv + (first_token + row / group) * qkv_bytes + head * dim * bytes, dim, job->dtype);
         for (int64_t d = 0; d < dim; d++) query[d] *= scale;
-        memory->max[row] = -INFINITY;
-        memory->total[row] = 0.0f;
+        memory.max[row] = -INFINITY;
+        memory.total[row] = 0.0f;
     }
-    memset(memory->sums, 0, (size_t)(num_rows * padded) * sizeof(float));
-    if (padded > dim) memset(memory->values, 0, (size_t)(SPAN * padded) * sizeof(float));
+    memset(memory.sums, 0, (size_t)(num_rows * memory.padded) * sizeof(float));
+    int source = num_rows <= TILE && memory.padded == dim ? batch->cache_dtype : WIDENED;
+    if (memory.padded > dim) memset(memory.values, 0, (size_t)(SPAN * memory.padded) * sizeof(float));
 
-    head_cache keys = head_cache_of(job, sequence, 0, kv_head), values = head_cache_of(job, sequence, 1, kv_head);
-    int64_t oldest = window ? max64(0, begin + 1 - window) : 0;  // that the first query sees
-    for (int64_t span = oldest / SPAN * SPAN; span < end; span += SPAN) {
-        // Slots before `oldest` may belong to nobody any more, those from `end` on are not written yet.
-        int64_t low = max64(span, oldest), count = min64(span + SPAN, end) - low;
-        load_keys(&keys, low, count, dim, memory->keys + (low - span), batch->cache_dtype);
-        load_values(&values, low, count, dim, padded, memory->values + (low - span) * padded, batch->cache_dtype);
-        if (span + SPAN <= begin + 1 && (!window || span > end - 1 - window)) {
-            fold(memory, dim, padded, 0, num_rows, 0, SPAN);
+    head_cache cache = head_cache_of(job, sequence, kv_head);
+    // Slots before `oldest`, the first the first query sees, may belong to nobody any more; those from `end` on are unused.
+    int64_t oldest = window && begin + 1 > window ? begin + 1 - window : 0;
+    span_rows spans[2];
+    spans[0] = find_rows(&cache, oldest / SPAN * SPAN, oldest, end);
+    for (int64_t number = 0, at = spans[0].begin; at < end; number++, at += SPAN) {
+        span_rows *span = &spans[number % 2], *next = at + SPAN < end ? &spans[(number + 1) % 2] : NULL;
+        load_keys(span, &memory, batch->cache_dtype);
+        if (source == WIDENED) load_values(span, cache.values_at, &memory, batch->cache_dtype);
+        if (next) {
+            *next = find_rows(&cache, at + SPAN, oldest, end);
+            prefetch(next, cache.values_at, cache.row_bytes);
+        }
+        if (at + SPAN <= begin + 1 && (!window || at > end - 1 - window)) {
+            fold(&memory, span, cache.values_at, 0, num_rows, 0, SPAN, source);
             continue;
         }
         for (int64_t position = begin; position < end; position++) {
-            int64_t from = window ? max64(span, position + 1 - window) : span, to = min64(span + SPAN, position + 1);
+            int64_t from = window ? max64(at, position + 1 - window) : at, to = min64(at + SPAN, position + 1);
             if (from >= to) continue;
-            fold(memory, dim, padded, (position - begin) * group, (position - begin + 1) * group, from - span, to - span);
+            fold(&memory, span, cache.values_at, (position - begin) * group, (position - begin + 1) * group, from - at,
+                 to - at, source);
         }
     }
     for (int64_t row = 0; row < num_rows; row++) {
-        float *sums = memory->sums + row * padded, scale_back = 1.0f / memory->total[row];
+        float *sums = memory.sums + row * memory.padded, scale_back = 1.0f / memory.total[row];
         int64_t token = first_token + row / group, head = kv_head * group + row % group;
-        for (int64_t d = 0; d < dim; d++) sums[d] *= scale_back;
-        baton_store_row(job->out + (token * model->num_heads + head) * dim * bytes, sums, dim, job->dtype);
+        float *ordered = memory.queries + row * dim;  // not needed any more
+        for (int64_t d = 0; d < dim; d++) ordered[d] = sums[place_of(d, batch->cache_dtype)] * scale_back;
+        baton_store_row(job->out + (token * model->num_heads + head) * dim * bytes, ordered, dim, job->dtype);
     }
 }
 
@@ -286,8 +420,9 @@ static void place_rows(void *arg, int worker, int num_workers, void *scratch) {
                     baton_store_row(at, wide, dim, job->dtype);
                 } else {
                     int64_t kv_head = (head - model->num_heads) % num_kv_heads;
-                    head_cache cache = head_cache_of(job, sequence, head >= rotated, kv_head);
-                    baton_store_row((char *)row_at(&cache, position), wide, dim, batch->cache_dtype);
+                    head_cache cache = head_cache_of(job, sequence, kv_head);
+                    char *slot = (char *)row_at(&cache, position) + (head < rotated ? 0 : cache.values_at);
+                    baton_store_row(slot, wide, dim, batch->cache_dtype);
                 }
             }
         }

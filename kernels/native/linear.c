@@ -10,10 +10,10 @@
 
 enum {
     PANEL = 4 * LANES,
-    MAX_ROWS = 6,         // of a register tile of 2 vectors; 3 of one of 4 vectors
-    MAX_DIRECT_ROWS = 48, // above, widening the weights once for all rows is cheaper than once a tile
-    MAX_BLOCK_ROWS = 192, // x of one block: in the second-level cache
-    BLOCK_INPUTS = 256,   // widened weights of half a panel: in the first-level cache
+    MAX_ROWS = 6,          // of a register tile of 2 vectors; up to 3 rows take 4 vectors
+    MAX_DIRECT_ROWS = 96,  // above, widening the weights once for all rows is cheaper than once a tile
+    MAX_BLOCK_ROWS = 192,  // x of one block: in the second-level cache
+    BLOCK_INPUTS = 256,    // widened weights of half a panel: in the first-level cache
 };
 
 static int64_t num_panels(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
@@ -79,14 +79,11 @@ INLINE void direct_tile(const float *x, long num_k, const char *weights, float *
     const long step = PANEL * (dtype == BATON_F32 ? 4 : 2);
     vf acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = (vf){0};
-    for (long k = 0; k < num_k; k++, weights += step) {
+    UNROLL_LOOP for (long k = 0; k < num_k; k++, weights += step) {
         vf column[4];
         __builtin_prefetch(weights + 2048);
         load_columns(weights, column, width, dtype);
-        UNROLL for (int r = 0; r < rows; r++) {
-            float factor = x[r * num_k + k];
-            UNROLL for (int j = 0; j < width; j++) acc[r][j] += factor * column[j];
-        }
+        multiply_add(acc, x + k, num_k, column, rows, width);
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < width; j++) store(y + r * y_stride + j * LANES, acc[r][j]);
@@ -135,11 +132,18 @@ INLINE void wide_tile(const float *x, long x_stride, const float *wide, long num
         UNROLL for (int j = 0; j < 2; j++) store(y + r * y_stride + j * LANES, sums[r][j]);
 }
 
+// Rows go through register tiles of about equal size: a last one of a row or two would leave the multipliers idle.
 static void wide_rows(const float *x, long x_stride, const float *wide, long num_k, float *y, long y_stride,
-                      int is_first, int rows) {
+                      int is_first, int64_t num_rows) {
+    int64_t tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS, size = num_rows / tiles, larger = num_rows % tiles;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t rows = size + (tile < larger);
 #define TILE(n) case n: wide_tile(x, x_stride, wide, num_k, y, y_stride, is_first, n); break;
-    switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+        switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
+        x += rows * x_stride;
+        y += rows * y_stride;
+    }
 }
 
 // How to cut n into the fewest parts of at most `limit`, all about equal.
@@ -205,11 +209,8 @@ static void many_rows(const product *job, int64_t first_row, int64_t num_rows, i
             const char *weights = (const char *)linear->weights + PANEL * (panel * num_k + k) * bytes;
             for (int half = 0; half < 2; half++) {
                 widen(weights + half * 2 * LANES * bytes, wide, inputs, linear->dtype);
-                for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
-                    int64_t rows = num_rows - row < MAX_ROWS ? num_rows - row : MAX_ROWS;
-                    wide_rows(job->x + (first_row + row) * num_k + k, num_k, wide, inputs,
-                              to.y + row * to.stride + half * 2 * LANES, to.stride, k == 0, (int)rows);
-                }
+                wide_rows(job->x + first_row * num_k + k, num_k, wide, inputs, to.y + half * 2 * LANES, to.stride, k == 0,
+                          num_rows);
             }
             if (k + inputs == num_k) finish(job, to, first_row, num_rows, panel);
         }

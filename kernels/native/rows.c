@@ -75,7 +75,7 @@ void baton_norm_row(float *to, const float *x, const float *weight, int64_t n, f
         squares[0] += a * a;
         squares[1] += b * b;
     }
-    float sum = sum_lanes(squares[0] + squares[1]);
+    float sum = sum_lanes(squares[0] + squares[1])[0];
     for (; i < n; i++) sum += x[i] * x[i];
     float scale = 1.0f / sqrtf(sum / (float)n + eps);
     for (i = 0; i < n; i++) to[i] = x[i] * scale * weight[i];

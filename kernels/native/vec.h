@@ -17,7 +17,8 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 8")       // a loop of a constant length: away with it
+#define UNROLL_LOOP _Pragma("GCC unroll 4")  // a long loop
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -32,21 +33,45 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 
-// Sums and maxima over the lanes, always in the same order.
-INLINE float sum_lanes(vf v) {
-    float part[LANES];
-    store(part, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+// Sum and maximum over the lanes, in every lane; always in the same order.
+INLINE vf sum_lanes(vf v) {
+#if LANES == 16
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v += SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#elif LANES == 8
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+    v += SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    v += SHUFFLE(v, v, 2, 3, 0, 1);
+    v += SHUFFLE(v, v, 1, 0, 3, 2);
+#endif
+    return v;
 }
 
-INLINE float max_lanes(vf v) {
-    float part[LANES];
-    store(part, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] = part[i + width] > part[i] ? part[i + width] : part[i];
-    return part[0];
+INLINE vf max_lanes(vf v) {
+#if LANES == 16
+    v = larger(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = larger(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = larger(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = larger(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif LANES == 8
+    v = larger(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+    v = larger(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+    v = larger(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+    v = larger(v, SHUFFLE(v, v, 2, 3, 0, 1));
+    v = larger(v, SHUFFLE(v, v, 1, 0, 3, 2));
+#endif
+    return v;
 }
 
 // 2 to the power x, relative error below 2e-7; exactly 0 below -126 (so for -inf), NaN for NaN.
@@ -78,12 +103,6 @@ INLINE vf low_f16(vu words) {
     return (vf)(((vu)value | (is_special & 0x7f800000u)) | ((words & 0x8000u) << 16));
 }
 INLINE vf high_f16(vu words) { return low_f16(words >> 16); }
-
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
-#endif
 
 // Transposes LANES x LANES words in registers.
 INLINE void transpose(vu rows[LANES]) {
@@ -135,20 +154,28 @@ INLINE void transpose(vu rows[LANES]) {
 #endif
 }
 
-// One register tile of a matrix product: y[r][:] += x[r][:] * w for `rows` rows and `width` vectors of columns.
+// acc[r][j] += factor[r] * column[j], with whichever there is less of kept in registers.
+INLINE void multiply_add(vf acc[6][4], const float *factors, long stride, const vf column[4], const int rows, const int width) {
+    if (rows < width) {
+        vf factor[6];
+        UNROLL for (int r = 0; r < rows; r++) factor[r] = splat(factors[r * stride]);
+        UNROLL for (int j = 0; j < width; j++) UNROLL for (int r = 0; r < rows; r++) acc[r][j] += factor[r] * column[j];
+    } else {
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] += factors[r * stride] * column[j];
+    }
+}
+
+// One register tile of a matrix product: sums[r][:] += x[r][:] * w for `rows` rows and `width` vectors of columns.
 // `rows` and `width` are constants where this is inlined; they choose registers, never the order of additions:
 // every element is one chain of fused multiply-adds in the order of k.
 INLINE void multiply_tile(const float *x, long x_stride, const float *w, long w_stride, long num_k, vf sums[6][4],
                           const int rows, const int width) {
     vf acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = sums[r][j];
-    for (long k = 0; k < num_k; k++, w += w_stride) {
+    UNROLL_LOOP for (long k = 0; k < num_k; k++, w += w_stride) {
         vf column[4];
         UNROLL for (int j = 0; j < width; j++) column[j] = load(w + j * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            float factor = x[r * x_stride + k];
-            UNROLL for (int j = 0; j < width; j++) acc[r][j] += factor * column[j];
-        }
+        multiply_add(acc, x + k, x_stride, column, rows, width);
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) sums[r][j] = acc[r][j];
 }
