@@ -7,7 +7,9 @@ from engine.sequence import Sequence
 
 
 class Holdings:
-    """Carries out what a plan says about blocks. Call it with the pool held, so that what was planned is still so.
+    """Carries out what a plan says about blocks.
+
+    Copying takes long, and the pool is also the event loop's: `save` and `load` want it free, `apply` held.
 
     Args:
         pool: the worker's blocks.
@@ -22,8 +24,26 @@ class Holdings:
         self._swap = swap
         self._rates = rates
 
+    def save(self, plan: StepPlan) -> None:
+        """Copy out what those that must yield have computed, where that is cheaper than to compute it again."""
+        if self._swap is None:
+            return
+        for sequence in plan.preempted:
+            used = sequence.block_table[: -(-sequence.num_computed_tokens // self._block_tokens)]
+            num_bytes = len(used) * self._swap.block_bytes
+            if is_swap_cheaper(sequence.num_computed_tokens, num_bytes, self._rates):
+                sequence.swap_slots = self._swap.save(used)
+
+    def load(self, plan: StepPlan) -> None:
+        """Copy back what those that start had computed, but for what they found cached."""
+        for sequence in [start.sequence for start in plan.starts if start.sequence.swap_slots]:
+            assert self._swap is not None, "there are slots"
+            missing = slice(sequence.num_published_blocks, len(sequence.swap_slots))
+            self._swap.load(sequence.swap_slots[missing], sequence.block_table[missing])
+            self._drop_swapped(sequence)
+
     def apply(self, plan: StepPlan) -> tuple[int, int]:
-        """Give and take blocks for a plan.
+        """Give and take blocks for a plan, in the same transaction as it was made or with every newcomer kept out since.
 
         Returns:
             Known tokens of the sequences that started for the first time, and how many of them were found cached.
@@ -81,11 +101,6 @@ class Holdings:
         num_blocks = -(-len(sequence.token_ids) // self._block_tokens)
         acquired = self._pool.acquire(num_blocks, hashes, num_promised_blocks)
         sequence.block_table, sequence.num_promised_blocks = acquired.blocks, num_promised_blocks
-        if sequence.swap_slots:
-            assert self._swap is not None, "there are slots"
-            missing = slice(acquired.num_cached, len(sequence.swap_slots))
-            self._swap.load(sequence.swap_slots[missing], acquired.blocks[missing])
-            self._drop_swapped(sequence)
         num_cached_tokens = acquired.num_cached * self._block_tokens
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         sequence.num_published_blocks = acquired.num_cached
@@ -100,11 +115,6 @@ class Holdings:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
-        used = sequence.block_table[: -(-sequence.num_computed_tokens // self._block_tokens)]
-        if self._swap is not None and is_swap_cheaper(
-            sequence.num_computed_tokens, len(used) * self._swap.block_bytes, self._rates
-        ):
-            sequence.swap_slots = self._swap.save(used)
         if not sequence.swap_slots:
             sequence.num_computed_tokens = 0
         self._pool.release(sequence.block_table, sequence.num_promised_blocks)

@@ -152,8 +152,7 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """One step, or a sleep until a message or room comes, and everything that happens at the border after it."""
-        with self._pool:
-            plan, counts = self._schedule()
+        plan, counts = self._schedule()
         results: list[Sampled] | str = []
         step_s = 0.0
         if plan.chunks:
@@ -184,11 +183,20 @@ class EngineLoop:
 
     def _schedule(self) -> tuple[StepPlan, dict[str, int]]:
         """The next plan, with its blocks given and taken; and what `StepResult` says of it."""
-        for sequence in self._live.values():
-            if sequence.has_blocks and not sequence.is_decoding:
-                self._holdings.skip_cached(sequence)
-        plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
-        num_looked_up, num_found = self._holdings.apply(plan)
+        with self._pool:
+            for sequence in self._live.values():
+                if sequence.has_blocks and not sequence.is_decoding:
+                    self._holdings.skip_cached(sequence)
+            plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
+            if plan.preempted:
+                self._pool.keep(self._pool.num_total)  # until the plan is carried out: what it counts on stays
+            else:
+                num_looked_up, num_found = self._holdings.apply(plan)
+        if plan.preempted:
+            self._holdings.save(plan)
+            with self._pool:
+                num_looked_up, num_found = self._holdings.apply(plan)
+        self._holdings.load(plan)
         if plan.chunks:
             in_step = {id(chunk.sequence) for chunk in plan.chunks}
             for sequence in self._live.values():
