@@ -88,7 +88,7 @@ static head_cache head_cache_of(const attention *job, int64_t sequence, int64_t 
     };
 }
 
-// Where the keys of positions [low, high) of a span are. What a row holds is read only if it lies in that range.
+// Where the keys of positions [low, high) of a span are; behind `high`, the last of them again.
 typedef struct {
     int64_t begin, low, high;  // the latter two relative to `begin`
     const char *rows[SPAN];
@@ -102,6 +102,7 @@ static span_rows find_rows(const head_cache *cache, int64_t begin, int64_t oldes
         int is_next = i > span.low && (begin + i) & inside_block;
         span.rows[i] = is_next ? span.rows[i - 1] + cache->row_bytes : row_at(cache, begin + i);
     }
+    for (int64_t i = span.high; i < SPAN; i++) span.rows[i] = span.rows[span.high - 1];
     return span;
 }
 
@@ -129,7 +130,7 @@ INLINE void transpose_keys(const span_rows *span, int64_t dim, float *to, const 
     const int per_word = dtype == BATON_F32 ? 1 : 2;
     for (int64_t first = span->low; first < span->high; first += LANES) {
         const char *rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = span->rows[first + i < span->high ? first + i : span->high - 1];
+        for (int i = 0; i < LANES; i++) rows[i] = span->rows[first + i < SPAN ? first + i : SPAN - 1];
         int64_t d = 0;
         for (; d + LANES * per_word <= dim; d += LANES * per_word) {
             vu words[LANES];
@@ -181,14 +182,6 @@ static void load_values(const span_rows *span, int64_t values_at, tile_memory *m
         case BATON_BF16: widen_values(span, values_at, memory, BATON_BF16); break;
         case BATON_F16: widen_values(span, values_at, memory, BATON_F16); break;
     }
-}
-
-static void prefetch(const span_rows *span, int64_t values_at, int64_t row_bytes) {
-    for (int64_t i = span->low; i < span->high; i++)
-        for (int64_t at = 0; at < row_bytes; at += 64) {
-            __builtin_prefetch(span->rows[i] + at);
-            __builtin_prefetch(span->rows[i] + values_at + at);
-        }
 }
 
 // Scores of `rows` queries against the span, in base 2.
@@ -246,16 +239,24 @@ INLINE void value_tile(const tile_memory *memory, float *sums_at, int64_t low, i
     }
 }
 
-// The same straight from the cache: for few rows, widening first would cost more than the product.
-INLINE void cached_value_tile(const tile_memory *memory, const span_rows *span, int64_t values_at, float *sums_at,
-                              int64_t low, int64_t high, const float *decay, const int rows, const int width, const int dtype) {
+// The same straight from the cache: for few rows, widening first would cost more than the product. Such rows wait for
+// memory more than they compute, so what `next` will read is asked for on the way.
+INLINE void cached_value_tile(const tile_memory *memory, const span_rows *span, const span_rows *next, int64_t values_at,
+                              float *sums_at, int64_t low, int64_t high, const float *decay, const int rows,
+                              const int width, const int dtype) {
+    const int bytes = dtype == BATON_F32 ? 4 : 2;
     int64_t padded = memory->padded;
     for (int64_t d = 0; d < padded; d += width * LANES) {
         vf sums[TILE][4];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int j = 0; j < width; j++) sums[r][j] = load(sums_at + r * padded + d + j * LANES) * decay[r];
+        int is_new_line = d * bytes % 64 == 0;
         for (int64_t i = low; i < high; i++) {
             vf column[4];
+            if (is_new_line) {
+                __builtin_prefetch(next->rows[i] + d * bytes);
+                __builtin_prefetch(next->rows[i] + values_at + d * bytes);
+            }
             UNROLL for (int j = 0; j < width; j += 2) load_pair(span->rows[i] + values_at, d + j * LANES, column + j, dtype);
             multiply_add(sums, memory->weights + i, SPAN, column, rows, width);
         }
@@ -268,38 +269,38 @@ INLINE void cached_value_tile(const tile_memory *memory, const span_rows *span, 
 enum { WIDENED = -1 };
 
 // Folds keys [low, high) of the loaded span into rows [first, first + rows) of the tile.
-INLINE void fold_tile(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t first, int64_t low,
-                      int64_t high, const int rows, const int source) {
+INLINE void fold_tile(tile_memory *memory, const span_rows *span, const span_rows *next, int64_t values_at, int64_t first,
+                      int64_t low, int64_t high, const int rows, const int source) {
     const int score_width = rows <= 3 && SPAN % (4 * LANES) == 0 ? 4 : 2;
     float decay[TILE + LANES] = {0};
     score_tile(memory->queries + first * memory->dim, memory->dim, memory->keys, memory->weights, high, rows, score_width);
     soften(memory->weights, low, high, memory->max + first, memory->total + first, decay, rows);
     float *sums = memory->sums + first * memory->padded;
     const int is_wide = rows <= 3 && memory->padded % (4 * LANES) == 0;
-    if (source != WIDENED) cached_value_tile(memory, span, values_at, sums, low, high, decay, rows, 2, source);
+    if (source != WIDENED) cached_value_tile(memory, span, next, values_at, sums, low, high, decay, rows, 2, source);
     else if (is_wide) value_tile(memory, sums, low, high, decay, rows, 4);
     else value_tile(memory, sums, low, high, decay, rows, 2);
 }
 
-INLINE void fold_rows(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t begin, int64_t end,
+INLINE void fold_rows(tile_memory *memory, const span_rows *span, const span_rows *next, int64_t values_at, int64_t begin, int64_t end,
                       int64_t low, int64_t high, const int source) {
     for (int64_t row = begin; row < end; row += TILE) {
-#define ROWS(n) case n: fold_tile(memory, span, values_at, row, low, high, n, source); break;
+#define ROWS(n) case n: fold_tile(memory, span, next, values_at, row, low, high, n, source); break;
         switch (end - row) {
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
-            default: fold_tile(memory, span, values_at, row, low, high, TILE, source);
+            default: fold_tile(memory, span, next, values_at, row, low, high, TILE, source);
         }
 #undef ROWS
     }
 }
 
-static void fold(tile_memory *memory, const span_rows *span, int64_t values_at, int64_t begin, int64_t end, int64_t low,
+static void fold(tile_memory *memory, const span_rows *span, const span_rows *next, int64_t values_at, int64_t begin, int64_t end, int64_t low,
                  int64_t high, int source) {
     switch (source) {
-        case WIDENED: fold_rows(memory, span, values_at, begin, end, low, high, WIDENED); break;
-        case BATON_F32: fold_rows(memory, span, values_at, begin, end, low, high, BATON_F32); break;
-        case BATON_BF16: fold_rows(memory, span, values_at, begin, end, low, high, BATON_BF16); break;
-        case BATON_F16: fold_rows(memory, span, values_at, begin, end, low, high, BATON_F16); break;
+        case WIDENED: fold_rows(memory, span, next, values_at, begin, end, low, high, WIDENED); break;
+        case BATON_F32: fold_rows(memory, span, next, values_at, begin, end, low, high, BATON_F32); break;
+        case BATON_BF16: fold_rows(memory, span, next, values_at, begin, end, low, high, BATON_BF16); break;
+        case BATON_F16: fold_rows(memory, span, next, values_at, begin, end, low, high, BATON_F16); break;
     }
 }
 
@@ -336,21 +337,18 @@ static void attend_tile(const attention *job, int64_t sequence, int64_t kv_head,
     span_rows spans[2];
     spans[0] = find_rows(&cache, oldest / SPAN * SPAN, oldest, end);
     for (int64_t number = 0, at = spans[0].begin; at < end; number++, at += SPAN) {
-        span_rows *span = &spans[number % 2], *next = at + SPAN < end ? &spans[(number + 1) % 2] : NULL;
+        span_rows *span = &spans[number % 2], *next = &spans[(number + 1) % 2];
+        *next = at + SPAN < end ? find_rows(&cache, at + SPAN, oldest, end) : *span;
         load_keys(span, &memory, batch->cache_dtype);
         if (source == WIDENED) load_values(span, cache.values_at, &memory, batch->cache_dtype);
-        if (next) {
-            *next = find_rows(&cache, at + SPAN, oldest, end);
-            prefetch(next, cache.values_at, cache.row_bytes);
-        }
         if (at + SPAN <= begin + 1 && (!window || at > end - 1 - window)) {
-            fold(&memory, span, cache.values_at, 0, num_rows, 0, SPAN, source);
+            fold(&memory, span, next, cache.values_at, 0, num_rows, 0, SPAN, source);
             continue;
         }
         for (int64_t position = begin; position < end; position++) {
             int64_t from = window ? max64(at, position + 1 - window) : at, to = min64(at + SPAN, position + 1);
             if (from >= to) continue;
-            fold(&memory, span, cache.values_at, (position - begin) * group, (position - begin + 1) * group, from - at,
+            fold(&memory, span, next, cache.values_at, (position - begin) * group, (position - begin + 1) * group, from - at,
                  to - at, source);
         }
     }
