@@ -13,6 +13,7 @@ enum {
     MAX_ROWS = 6,          // of a register tile of 2 vectors; up to 3 rows take 4 vectors
     MAX_DIRECT_ROWS = 96,  // above, widening the weights once for all rows is cheaper than once a tile
     MAX_BLOCK_ROWS = 192,  // x of one block: in the second-level cache
+    FETCH_AHEAD = 2048,    // bytes
     BLOCK_INPUTS = 256,    // widened weights of half a panel: in the first-level cache
 };
 
@@ -73,15 +74,21 @@ INLINE void load_columns(const char *weights, vf column[4], const int width, con
     }
 }
 
+// What to ask memory for on the way: so many bytes behind `at` with each input.
+typedef struct {
+    const char *at;
+    long pace;
+} ahead;
+
 // `multiply_tile` over weights that are widened on the way, for whole columns of them.
-INLINE void direct_tile(const float *x, long num_k, const char *weights, float *y, long y_stride, const int rows,
+INLINE void direct_tile(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, const int rows,
                         const int width, const int dtype) {
     const long step = PANEL * (dtype == BATON_F32 ? 4 : 2);
     vf acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = (vf){0};
     UNROLL_LOOP for (long k = 0; k < num_k; k++, weights += step) {
         vf column[4];
-        __builtin_prefetch(weights + 2048);
+        __builtin_prefetch(next.at + k * next.pace);
         load_columns(weights, column, width, dtype);
         multiply_add(acc, x + k, num_k, column, rows, width);
     }
@@ -89,22 +96,25 @@ INLINE void direct_tile(const float *x, long num_k, const char *weights, float *
         UNROLL for (int j = 0; j < width; j++) store(y + r * y_stride + j * LANES, acc[r][j]);
 }
 
-INLINE void direct_rows(const float *x, long num_k, const char *weights, float *y, long y_stride, int rows,
+// One panel for up to MAX_ROWS rows: in one pass for few, else half of its columns after the other.
+INLINE void direct_rows(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
                         const int dtype) {
     const char *half = weights + 2 * LANES * (dtype == BATON_F32 ? 4 : 2);
-#define WHOLE(n) case n: direct_tile(x, num_k, weights, y, y_stride, n, 4, dtype); break;
-#define HALVES(n) case n: direct_tile(x, num_k, weights, y, y_stride, n, 2, dtype); \
-                          direct_tile(x, num_k, half, y + 2 * LANES, y_stride, n, 2, dtype); break;
+    ahead later = {next.at + num_k * next.pace, next.pace};
+#define WHOLE(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 4, dtype); break;
+#define HALVES(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 2, dtype); \
+                          direct_tile(x, num_k, half, later, y + 2 * LANES, y_stride, n, 2, dtype); break;
     switch (rows) { WHOLE(1) WHOLE(2) WHOLE(3) HALVES(4) HALVES(5) HALVES(6) }
 #undef WHOLE
 #undef HALVES
 }
 
-static void direct_panel(const float *x, long num_k, const char *weights, float *y, long y_stride, int rows, int dtype) {
+static void direct_panel(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
+                         int dtype) {
     switch (dtype) {
-        case BATON_F32: direct_rows(x, num_k, weights, y, y_stride, rows, BATON_F32); break;
-        case BATON_BF16: direct_rows(x, num_k, weights, y, y_stride, rows, BATON_BF16); break;
-        case BATON_F16: direct_rows(x, num_k, weights, y, y_stride, rows, BATON_F16); break;
+        case BATON_F32: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_F32); break;
+        case BATON_BF16: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_BF16); break;
+        case BATON_F16: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_F16); break;
     }
 }
 
@@ -186,12 +196,17 @@ static void few_rows(const product *job, int64_t begin, int64_t end, float *stan
     const baton_linear *linear = job->linear;
     int64_t num_k = linear->num_inputs, panel_bytes = PANEL * num_k * baton_dtype_bytes(linear->dtype);
     int64_t part = even_part(job->num_rows, MAX_ROWS);
+    // A single pass reads memory itself. Several passes find their panel in the cache, and share in fetching the next one.
+    int64_t step = panel_bytes / num_k, passes = (job->num_rows + part - 1) / part * (part > 3 ? 2 : 1);
+    ahead next = {.pace = step / passes};
     for (int64_t panel = begin; panel < end; panel++) {
+        const char *weights = (const char *)linear->weights + panel * panel_bytes;
         target to = target_of(job, 0, panel, stand_in);
+        next.at = weights + (passes == 1 ? FETCH_AHEAD : panel_bytes);
         for (int64_t row = 0; row < job->num_rows; row += part) {
             int64_t rows = job->num_rows - row < part ? job->num_rows - row : part;
-            direct_panel(job->x + row * num_k, num_k, (const char *)linear->weights + panel * panel_bytes,
-                         to.y + row * to.stride, to.stride, (int)rows, linear->dtype);
+            direct_panel(job->x + row * num_k, num_k, weights, next, to.y + row * to.stride, to.stride, (int)rows, linear->dtype);
+            next.at += num_k * next.pace * (part > 3 ? 2 : 1);
         }
         finish(job, to, 0, job->num_rows, panel);
     }
