@@ -77,7 +77,7 @@ class Holding(Generic[Detail]):
 
 
 class Ledger(Generic[Detail]):
-    """Every holding of one worker. Lives on the event loop, which alone touches the pool.
+    """Every holding of one worker. Lives on the event loop; the pool it shares with the engine's thread.
 
     Args:
         pool: the worker's blocks.

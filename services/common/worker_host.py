@@ -251,9 +251,10 @@ class WorkerHost(Generic[Detail]):
         load = self.load()
         self._metrics.running.set(load.running)
         self._metrics.waiting.set(load.waiting)
-        reserved = sum(len(holding.blocks) for holding in self.ledger if "engine" not in holding.uses)
+        # Cached blocks may be in several holdings: each counts once.
+        reserved = {block for holding in self.ledger if "engine" not in holding.uses for block in holding.blocks}
         pool = self.ledger.pool
-        self._metrics.set_blocks(pool.num_free, pool.num_cached, pool.num_total, reserved)
+        self._metrics.set_blocks(pool.num_free, pool.num_cached, pool.num_total, len(reserved))
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new, let what is held finish for `timeout_s`, then end the rest and wait until it has let go."""

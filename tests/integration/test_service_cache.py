@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 
+from services.common.ledger import Claim
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
 from tests.local_stack import Answered, Stack, Worker, generate
@@ -90,6 +91,25 @@ async def test_a_prompt_that_decode_has_whole_still_completes(stack: Stack) -> N
     await stack.until_idle()
     for worker in stack.workers:
         assert await counter(worker, "baton_kv_leases_expired_total") == 0
+
+
+async def test_a_cached_block_that_many_transfers_hold_counts_once(stack: Stack) -> None:
+    prompt, decode = prompt_of(64), stack.decodes[0]
+    await ask(stack, prompt)
+    assert decode.host is not None
+    total, ledger = decode.engine.pool.num_total, decode.host.ledger
+    shared = decode.engine.pool.num_cached
+    hashes = list(decode.engine.pool._by_hash)  # in the order of the prompt
+    holdings = [
+        ledger.admit(f"s{number}", "router", Claim(shared, hashes, 0), 60.0, {"transfer"}, None)
+        for number in range(total)
+    ]
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{decode.http}/metrics")).text
+    for state, count in (("free", total - shared), ("cached", 0), ("used", 0), ("reserved", shared)):
+        assert f'baton_kv_blocks{{pool="decode",state="{state}"}} {count}.0' in text
+    for holding in holdings:
+        ledger.end_use(holding, "transfer")
 
 
 async def test_another_salt_or_none_shares_nothing(stack: Stack) -> None:
