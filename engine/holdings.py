@@ -53,11 +53,10 @@ class Holdings:
             self._preempt(sequence)
         num_looked_up = num_found = 0
         for start in plan.starts:
-            is_new = start.sequence.num_cached_tokens is None
             self._start(start.sequence, start.num_promised_blocks)
-            if is_new:
+            if not start.sequence.num_preemptions:
                 num_looked_up += len(start.sequence.token_ids)
-                num_found += start.sequence.num_cached_tokens or 0
+                num_found += start.sequence.num_cached_tokens
         for chunk in plan.chunks:
             self._grow(chunk.sequence, chunk.sequence.num_computed_tokens + chunk.num_tokens)
         return num_looked_up, num_found
@@ -74,7 +73,7 @@ class Holdings:
         for index in range(block, block + num_cached):
             sequence.block_table[index] = self._pool.exchange(sequence.block_table[index], hashes[index])
         sequence.num_computed_tokens += num_cached * self._block_tokens
-        if sequence.num_preemptions == 0 and sequence.num_cached_tokens is not None:
+        if not sequence.num_preemptions:
             sequence.num_cached_tokens += num_cached * self._block_tokens
         sequence.num_published_blocks = max(sequence.num_published_blocks, block + num_cached)
 
@@ -104,7 +103,7 @@ class Holdings:
         num_cached_tokens = acquired.num_cached * self._block_tokens
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         sequence.num_published_blocks = acquired.num_cached
-        if sequence.num_cached_tokens is None:
+        if not sequence.num_preemptions:  # what it finds later is its own
             sequence.num_cached_tokens = num_cached_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:

@@ -305,14 +305,13 @@ class EngineLoop:
         error: str = "",
     ) -> SequenceOutput:
         spec = sequence.spec
-        num_cached = sequence.num_cached_tokens
         return SequenceOutput(
             sequence_id=spec.sequence_id,
             token_ids=() if token_id is None else (token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
             num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=min(num_cached, len(spec.prompt) - 1) if num_cached else 0,
+            num_cached_tokens=min(sequence.num_cached_tokens, len(spec.prompt) - 1),
             block_table=tuple(sequence.block_table) if spec.prefill_only else (),
             has_ended=has_ended,
             finish_reason=finish_reason,

@@ -20,7 +20,7 @@ class Sequence:
     num_promised_blocks: int = field(init=False)  # set aside in the pool for its growth
     num_computed_tokens: int = field(init=False)
     counts: TokenCounts | None = None  # for penalties: the sampler's, kept here so that it ends with the sequence
-    num_cached_tokens: int | None = None  # found when it first started; None: not started yet
+    num_cached_tokens: int = 0  # found in the cache until it first had to yield
     num_published_blocks: int = 0
     num_waited_steps: int = 0  # steps of the engine that it had no part in
     num_preemptions: int = 0

@@ -256,6 +256,7 @@ def test_what_came_from_another_worker_yields_and_goes_on(swap_blocks: int, monk
         specs.append(replace(one, **adopted))
     listener = serve(target, specs, limits, swap_blocks=swap_blocks)
     assert listener.total("num_preemptions") > 0
+    assert listener.total("num_looked_up_tokens") == 0  # the service did, before the blocks came
     for name, prompt in prompts.items():
         assert listener.tokens(name) == answer(prompt, 40)[1:]
 
