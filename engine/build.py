@@ -1,5 +1,8 @@
 """From a model folder to a running engine: the one place that chooses the parts."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,26 +57,27 @@ def build_engine(
         limits: of one step.
         swap_bytes: of host memory for the blocks of preempted sequences; 0: they are always computed anew.
         deterministic: an answer is the same, bit for bit, whatever else the engine computes.
-        cores: that the engine's thread keeps to; empty: any.
+        cores: that the engine's threads keep to; empty: any.
         load_progress: told (bytes, total bytes) while weights are read.
     Raises:
         ConfigError: a value or a model that cannot work.
     """
     if device not in ("auto", "cpu"):
         raise ConfigError(f"device={device}: this version computes on cpu only")
-    loaded = load_runner(
-        folder,
-        model=model,
-        dtype=dtype,
-        device="cpu",
-        block_tokens=block_tokens,
-        num_blocks=num_blocks or None,
-        kv_memory_bytes=None if num_blocks else kv_memory_bytes,
-        threads=threads,
-        deterministic=deterministic,
-        load_progress=load_progress,
-    )
-    loaded.runner.warm_up()
+    with _kept_to(cores):
+        loaded = load_runner(
+            folder,
+            model=model,
+            dtype=dtype,
+            device="cpu",
+            block_tokens=block_tokens,
+            num_blocks=num_blocks or None,
+            kv_memory_bytes=None if num_blocks else kv_memory_bytes,
+            threads=threads,
+            deterministic=deterministic,
+            load_progress=load_progress,
+        )
+        loaded.runner.warm_up()
     pool = BlockPool(loaded.kv_cache.num_blocks)
     swap_memory = (loaded.kv_cache, swap_bytes) if swap_bytes else None
     return BuiltEngine(
@@ -85,3 +89,14 @@ def build_engine(
         fingerprint=loaded.fingerprint,
         config=loaded.config,
     )
+
+
+@contextmanager
+def _kept_to(cores: frozenset[int]) -> Iterator[None]:
+    """Keep the calling thread to cores for a while, and for good those that it starts meanwhile: the compute threads."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
