@@ -199,7 +199,7 @@ class _Planner:
             self._num_kept = self._blocks_to_start(self._waiting[stuck])
             if self._waiting[stuck].num_waited_steps < PATIENCE_STEPS and not self._waiting[stuck].num_preemptions:
                 stuck = None
-        return self._waiting[:stuck] if self._num_slots > 0 else []
+        return [one for one in self._waiting[:stuck] if self._fits(one)] if self._num_slots > 0 else []
 
     def _admit(self, sequence: Sequence, pending: set[bytes]) -> int:
         """How many tokens a prompt has to compute; 0: not in this step, since it cannot start or had better wait."""
@@ -244,4 +244,5 @@ class _Planner:
         return num_blocks - num_cached + num_idle + self._promise(sequence)
 
     def _fits(self, sequence: Sequence) -> bool:
-        return self._blocks_to_start(sequence) <= self._available
+        # It needs a block beyond what may be cached: in a full pool that answers without looking thousands of hashes up.
+        return self._promise(sequence) < self._available and self._blocks_to_start(sequence) <= self._available

@@ -225,6 +225,18 @@ class TestStarting:
         assert desk.chunks() == [("a", 40), ("other", 20), ("private", 4)]
 
 
+class TestFullPool:
+    def test_is_searched_once_however_many_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        desk, searched = Desk(5), []
+        desk.add("runs", 5, tokens=5 * BLOCK, decodes=True)
+        for number in range(20):
+            desk.add(f"waits{number}", tokens=33)
+        find = desk.pool.find
+        monkeypatch.setattr(desk.pool, "find", lambda hashes: searched.append(hashes) or find(hashes))
+        assert (desk.chunks(), desk.started()) == ([("runs", 1)], [])
+        assert len(searched) == 2  # once a plan, for what newcomers must leave
+
+
 class TestPreemption:
     def test_nobody_yields_while_there_is_room(self) -> None:
         desk = Desk(5)
