@@ -17,7 +17,7 @@ from engine.native_model import MixedModel, NativeModel
 from engine.weights import WeightReader
 from kernels.linear import is_native
 from kernels.native.library import find_library
-from kernels.native.ops import NativeOps
+from kernels.native.ops import NativeOps, Quantization
 from kernels.native.sampling import SamplingOps
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ def load_decoder(
     *,
     threads: int = 1,
     deterministic: bool = False,
+    quantization: Quantization | None = None,
 ) -> Decoder:
     """Read the weights into whatever computes them fastest.
 
@@ -83,15 +84,21 @@ def load_decoder(
         library: the native library, or None.
         threads: native compute threads.
         deterministic: a token's result is the same bits in any batch. The plain torch model cannot promise that.
+        quantization: of the weights, on the way into memory; native only.
+    Raises:
+        ConfigError: the model or the machine cannot do what is asked for.
     """
     if library is not None:
         ops = NativeOps(library, threads)
         if ops.can_attend(config.num_heads, config.num_kv_heads, config.head_dim):
             # A CPU that multiplies 16 bits in hardware does so many times faster than float32.
-            if reader.dtype != torch.float32 and is_native(reader.dtype, device):
+            if reader.dtype != torch.float32 and is_native(reader.dtype, device) and quantization is None:
                 return MixedModel(config, reader, ops, deterministic)
-            return NativeModel(config, reader, ops)
+            try:
+                return NativeModel(config, reader, ops, quantization)
+            except ValueError as error:
+                raise ConfigError(f"quantization={quantization}: {error}") from error
         logger.warning("heads of %d: too large for the native library, computing in plain torch", config.head_dim)
-    if deterministic:
-        raise ConfigError("deterministic: needs the native library; run `python -m kernels.native.build`")
+    if deterministic or quantization is not None:
+        raise ConfigError("deterministic, quantization: need the native library; run `python -m kernels.native.build`")
     return Model(config, reader, device)

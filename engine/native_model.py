@@ -16,7 +16,7 @@ from engine.rope import RotaryEmbedding
 from engine.weights import EMBEDDING, LayerProjections, Projection, WeightReader
 from kernels.linear import Linear
 from kernels.native.library import BatchStruct, LayerStruct, LinearStruct, ModelStruct
-from kernels.native.ops import DTYPE_CODES, NativeOps, PackedLinear
+from kernels.native.ops import DTYPE_CODES, NativeOps, PackedLinear, Quantization
 
 _CPU = torch.device("cpu")
 # Rows of every oneDNN product in deterministic mode: it chooses how to add by the number of rows.
@@ -96,33 +96,38 @@ class _Frame:
 class NativeModel:
     """Implements `engine.batch.Decoder` in one native call a step. Every row is the same bits in any batch."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, ops: NativeOps) -> None:
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, ops: NativeOps, quantization: Quantization | None = None
+    ) -> None:
         """Take the weights.
 
         Args:
             config: the model's shape.
             reader: its checked weights; gives the dtype of the KV.
             ops: the library, and its threads.
+            quantization: of the layers' weights. The embedding and the head are then int8: they bear less.
+        Raises:
+            ValueError: quantised weights of a shape that cannot be.
         """
         self.dtype = reader.dtype
         self._ops = ops
+        edges: Quantization | None = None if quantization is None else "int8"
         self._frame = frame = _Frame(config, reader)
         for number in range(config.num_layers):
             projections, layer = LayerProjections.of(config, number), frame.layers[number]
-            layer.qkv = self._pack(reader, projections.qkv)
-            layer.o = self._pack(reader, projections.o)
-            layer.gate_up = self._pack(reader, projections.gate_up)
-            layer.down = self._pack(reader, projections.down)
-        frame.struct.embedding = frame.struct.head = self._pack(
-            reader, Projection(("model.embed_tokens",), has_bias=False)
-        )
+            layer.qkv = self._pack(reader, projections.qkv, quantization)
+            layer.o = self._pack(reader, projections.o, quantization)
+            layer.gate_up = self._pack(reader, projections.gate_up, quantization)
+            layer.down = self._pack(reader, projections.down, quantization)
+        embedding = self._pack(reader, Projection(("model.embed_tokens",), has_bias=False), edges)
+        frame.struct.embedding = frame.struct.head = embedding
         if not config.tie_word_embeddings:
-            frame.struct.head = self._pack(reader, Projection(("lm_head",), has_bias=False))
+            frame.struct.head = self._pack(reader, Projection(("lm_head",), has_bias=False), edges)
 
-    def _pack(self, reader: WeightReader, projection: Projection) -> LinearStruct:
+    def _pack(self, reader: WeightReader, projection: Projection, quantization: Quantization | None) -> LinearStruct:
         parts = reader.parts(*(f"{name}.weight" for name in projection.names))
         bias = reader.take(*(f"{name}.bias" for name in projection.names)) if projection.has_bias else None
-        return self._frame.keep(self._ops.pack(parts, bias))
+        return self._frame.keep(self._ops.pack(parts, bias, quantization))
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
         """Compute one step; see `Decoder`. The rows are float32."""

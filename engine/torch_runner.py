@@ -20,6 +20,7 @@ from engine.plan import Chunk, Sampled, StepPlan
 from engine.sampler import UNUSABLE, prompt_logprobs, sample
 from engine.sequence import Sequence
 from engine.weights import Progress, WeightReader, checkpoint_dtype, weights_hash
+from kernels.native.ops import Quantization
 
 LOGPROB_ROWS = 64  # logits of a prompt that exist at once
 
@@ -139,6 +140,7 @@ def load_runner(
     kv_memory_bytes: int | None = None,
     threads: int | None = None,
     deterministic: bool = False,
+    quantization: Quantization | None = None,
     load_progress: Progress | None = None,
     hash_progress: Progress | None = None,
 ) -> LoadedModel:
@@ -154,6 +156,7 @@ def load_runner(
         kv_memory_bytes: memory to fill with them. Exactly one of the two is given.
         threads: compute threads of this process; None: one, and what torch chooses for its own operations.
         deterministic: a token's logits are the same bits in any batch, however its prompt was cut into chunks.
+        quantization: int8 or int4 weights instead of the checkpoint's; native only. Such KV is not exchanged with others.
         load_progress: called with (bytes, total bytes) while weights are read.
         hash_progress: the same while weights without known checksums are hashed.
     Raises:
@@ -172,12 +175,20 @@ def load_runner(
     dtype = resolve_dtype(dtype, place, checkpoint_dtype(folder), library)
     layout = config.kv_layout(block_tokens, dtype)
     with WeightReader(folder, config, DTYPES[dtype], load_progress) as reader:
-        loaded = load_decoder(config, reader, place, library, threads=threads or 1, deterministic=deterministic)
+        loaded = load_decoder(
+            config,
+            reader,
+            place,
+            library,
+            threads=threads or 1,
+            deterministic=deterministic,
+            quantization=quantization,
+        )
     kv_cache = KVCache(layout, _num_blocks(layout, num_blocks, kv_memory_bytes), place)
     fingerprint = Fingerprint(
         model=model,
         revision=revision,
-        weights_hash=weights_hash(folder, hash_progress),
+        weights_hash=weights_hash(folder, hash_progress) + (f"+{quantization}" if quantization else ""),
         dtype=dtype,
         kv_dtype=layout.dtype,
         num_layers=config.num_layers,

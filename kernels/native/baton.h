@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 enum baton_dtype { BATON_F32 = 0, BATON_BF16 = 1, BATON_F16 = 2 };
+enum baton_format { BATON_INT8 = 3, BATON_INT4 = 4 };  // of weights, beside the dtypes; see panel.h
 
 // Workers and their scratch memory; see pool.c.
 typedef struct baton_pool baton_pool;
@@ -11,13 +12,13 @@ typedef void (*baton_task)(void *job, int worker, int num_workers, void *scratch
 
 #define BATON_SCRATCH_BYTES (1 << 20)  // of each worker
 
-// y = x * W^T + bias. See linear.c for the order of `weights`.
+// y = x * W^T + bias. See panel.h for the order of `weights`.
 typedef struct {
     int64_t num_outputs;
     int64_t num_inputs;
     const void *weights;
     const float *bias;  // [num_outputs], or null
-    int32_t dtype;
+    int32_t format;
 } baton_linear;
 
 typedef struct {
@@ -68,10 +69,12 @@ void baton_rms_norm(baton_pool *pool, float *x, const void *delta, const float *
                     int64_t num_rows, int64_t dim, int dtype);
 void baton_silu_mul(baton_pool *pool, const void *gate_up, void *out, int64_t num_rows, int64_t dim, int dtype);
 
-// linear.c
-int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int dtype);
-void baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype);
+// pack.c
+int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int format);
+void baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype, int format);
 void baton_unpack_row(const baton_linear *linear, int64_t row, float *to);
+
+// linear.c
 void baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows);
 
 // attention.c

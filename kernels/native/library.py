@@ -17,7 +17,7 @@ class LinearStruct(Structure):
         ("num_inputs", c_int64),
         ("weights", c_void_p),
         ("bias", c_void_p),
-        ("dtype", c_int32),
+        ("format", c_int32),
     )
 
 
@@ -81,7 +81,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "baton_pool_create": (c_void_p, (c_int,)),
     "baton_pool_destroy": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int64, c_int64, c_int)),
-    "baton_pack": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int)),
+    "baton_pack": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int)),
     "baton_unpack_row": (None, (_LINEAR, c_int64, c_void_p)),
     "baton_multiply": (None, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64)),
     "baton_rms_norm": (

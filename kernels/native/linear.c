@@ -1,78 +1,17 @@
 // Products with weights that stay in their own precision; arithmetic in float32.
 //
-// Weights lie in panels of PANEL outputs, inside a panel input after input, so that a product reads memory once, in
-// order. 16-bit weights lie in pairs: a word holds two outputs LANES apart, which one shift and one mask widen.
-//
 // Every element of a result is one chain of fused multiply-adds in the order of the inputs, whatever the number of
 // rows: a row's result does not depend on the batch around it, nor on the number of threads.
-#include "baton.h"
-#include "vec.h"
+#include "panel.h"
 
 enum {
-    PANEL = 4 * LANES,
     MAX_ROWS = 6,          // of a register tile of 2 vectors; up to 3 rows take 4 vectors
     MAX_DIRECT_ROWS = 96,  // above, widening the weights once for all rows is cheaper than once a tile
+    MAX_DECODED_ROWS = 12,  // the same for quantised weights
     MAX_BLOCK_ROWS = 192,  // x of one block: in the second-level cache
-    FETCH_AHEAD = 2048,    // bytes
     BLOCK_INPUTS = 256,    // widened weights of half a panel: in the first-level cache
+    FETCH_AHEAD = 2048,    // bytes
 };
-
-static int64_t num_panels(int64_t num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
-
-int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int dtype) {
-    return num_panels(num_outputs) * PANEL * num_inputs * baton_dtype_bytes(dtype);
-}
-
-// Where output `column` of a panel lies in one input's PANEL elements.
-static int64_t place_of(int64_t column, int dtype) {
-    if (dtype == BATON_F32) return column;
-    int64_t half = column / (2 * LANES), inside = column % (2 * LANES);
-    return half * 2 * LANES + inside % LANES * 2 + inside / LANES;
-}
-
-// Puts rows [num_rows, num_inputs] of a weight matrix in as outputs first_row, first_row + 1, ... `packed` starts as zeros.
-void baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype) {
-    enum { INPUTS_AT_ONCE = 64 };  // so that the rows of a panel meet in the cache
-    for (int64_t row = 0; row < num_rows;) {
-        int64_t column = (first_row + row) % PANEL, panel = (first_row + row) / PANEL;
-        int64_t n = PANEL - column < num_rows - row ? PANEL - column : num_rows - row;
-        for (int64_t begin = 0; begin < num_inputs; begin += INPUTS_AT_ONCE) {
-            int64_t end = begin + INPUTS_AT_ONCE < num_inputs ? begin + INPUTS_AT_ONCE : num_inputs;
-            for (int64_t i = 0; i < n; i++) {
-                int64_t to = panel * PANEL * num_inputs + place_of(column + i, dtype), from = (row + i) * num_inputs;
-                if (dtype == BATON_F32)
-                    for (int64_t k = begin; k < end; k++)
-                        ((uint32_t *)packed)[to + k * PANEL] = ((const uint32_t *)rows)[from + k];
-                else
-                    for (int64_t k = begin; k < end; k++)
-                        ((uint16_t *)packed)[to + k * PANEL] = ((const uint16_t *)rows)[from + k];
-            }
-        }
-        row += n;
-    }
-}
-
-// One row of the weight matrix in float32: an embedding looked up in the head.
-void baton_unpack_row(const baton_linear *linear, int64_t row, float *to) {
-    int64_t bytes = baton_dtype_bytes(linear->dtype);
-    const char *from = linear->weights;
-    from += (row / PANEL * PANEL * linear->num_inputs + place_of(row % PANEL, linear->dtype)) * bytes;
-    for (int64_t k = 0; k < linear->num_inputs; k++) baton_load_row(to + k, from + k * PANEL * bytes, 1, linear->dtype);
-}
-
-// The weights of one input for `width` vectors of outputs.
-INLINE void load_columns(const char *weights, vf column[4], const int width, const int dtype) {
-    UNROLL for (int j = 0; j < width; j += 2) {
-        if (dtype == BATON_F32) {
-            column[j] = load((const float *)weights + j * LANES);
-            column[j + 1] = load((const float *)weights + (j + 1) * LANES);
-        } else {
-            vu words = load_words(weights + j / 2 * LANES * 4);
-            column[j] = dtype == BATON_BF16 ? low_bf16(words) : low_f16(words);
-            column[j + 1] = dtype == BATON_BF16 ? high_bf16(words) : high_f16(words);
-        }
-    }
-}
 
 // What to ask memory for on the way: so many bytes behind `at` with each input.
 typedef struct {
@@ -82,15 +21,28 @@ typedef struct {
 
 // `multiply_tile` over weights that are widened on the way, for whole columns of them.
 INLINE void direct_tile(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, const int rows,
-                        const int width, const int dtype) {
-    const long step = PANEL * (dtype == BATON_F32 ? 4 : 2);
+                        const int first, const int width, const int format) {
     vf acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = (vf){0};
-    UNROLL_LOOP for (long k = 0; k < num_k; k++, weights += step) {
-        vf column[4];
-        __builtin_prefetch(next.at + k * next.pace);
-        load_columns(weights, column, width, dtype);
-        multiply_add(acc, x + k, num_k, column, rows, width);
+    if (is_quantized(format)) {
+        for (long k = 0; k < num_k; k += GROUP, weights += panel_bytes(GROUP, format)) {
+            decoder with = load_decoder(weights, first, width, format);
+            for (int i = 0; i < GROUP; i += 2) {
+                __builtin_prefetch(next.at + (k + i) * next.pace);
+                UNROLL for (int odd = 0; odd < 2; odd++) {
+                    vf column[4];
+                    decode_columns(weights, i, odd, &with, column, first, width, format);
+                    multiply_add(acc, x + k + i + odd, num_k, column, rows, width);
+                }
+            }
+        }
+    } else {
+        UNROLL_LOOP for (long k = 0; k < num_k; k++, weights += panel_bytes(1, format)) {
+            vf column[4];
+            __builtin_prefetch(next.at + k * next.pace);
+            load_columns(weights, column, first, width, format);
+            multiply_add(acc, x + k, num_k, column, rows, width);
+        }
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < width; j++) store(y + r * y_stride + j * LANES, acc[r][j]);
@@ -98,38 +50,50 @@ INLINE void direct_tile(const float *x, long num_k, const char *weights, ahead n
 
 // One panel for up to MAX_ROWS rows: in one pass for few, else half of its columns after the other.
 INLINE void direct_rows(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
-                        const int dtype) {
-    const char *half = weights + 2 * LANES * (dtype == BATON_F32 ? 4 : 2);
+                        const int format) {
     ahead later = {next.at + num_k * next.pace, next.pace};
-#define WHOLE(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 4, dtype); break;
-#define HALVES(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 2, dtype); \
-                          direct_tile(x, num_k, half, later, y + 2 * LANES, y_stride, n, 2, dtype); break;
+#define WHOLE(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 0, 4, format); break;
+#define HALVES(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 0, 2, format); \
+                          direct_tile(x, num_k, weights, later, y + 2 * LANES, y_stride, n, 2, 2, format); break;
     switch (rows) { WHOLE(1) WHOLE(2) WHOLE(3) HALVES(4) HALVES(5) HALVES(6) }
 #undef WHOLE
 #undef HALVES
 }
 
 static void direct_panel(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
-                         int dtype) {
-    switch (dtype) {
-        case BATON_F32: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_F32); break;
-        case BATON_BF16: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_BF16); break;
-        case BATON_F16: direct_rows(x, num_k, weights, next, y, y_stride, rows, BATON_F16); break;
-    }
+                         int format) {
+#define FORMAT(f) case f: direct_rows(x, num_k, weights, next, y, y_stride, rows, f); break;
+    switch (format) { FORMAT(BATON_F32) FORMAT(BATON_BF16) FORMAT(BATON_F16) FORMAT(BATON_INT8) FORMAT(BATON_INT4) }
+#undef FORMAT
 }
 
-static void widen(const char *weights, float *to, long num_k, int dtype) {
-    const long step = PANEL * (dtype == BATON_F32 ? 4 : 2);
-    for (long k = 0; k < num_k; k++, weights += step, to += 2 * LANES) {
-        vf column[4];
-        switch (dtype) {
-            case BATON_F32: load_columns(weights, column, 2, BATON_F32); break;
-            case BATON_BF16: load_columns(weights, column, 2, BATON_BF16); break;
-            default: load_columns(weights, column, 2, BATON_F16); break;
+// Half a panel's weights of `num_k` inputs as to[num_k][2 * LANES], in float32.
+INLINE void widen_format(const char *weights, float *to, long num_k, const int first, const int format) {
+    if (is_quantized(format)) {
+        for (long k = 0; k < num_k; k += GROUP, weights += panel_bytes(GROUP, format)) {
+            decoder with = load_decoder(weights, first, 2, format);
+            for (int i = 0; i < GROUP; i += 2)
+                UNROLL for (int odd = 0; odd < 2; odd++, to += 2 * LANES) {
+                    vf column[4];
+                    decode_columns(weights, i, odd, &with, column, first, 2, format);
+                    store(to, column[0]);
+                    store(to + LANES, column[1]);
+                }
         }
+        return;
+    }
+    for (long k = 0; k < num_k; k++, weights += panel_bytes(1, format), to += 2 * LANES) {
+        vf column[4];
+        load_columns(weights, column, first, 2, format);
         store(to, column[0]);
         store(to + LANES, column[1]);
     }
+}
+
+static void widen(const char *weights, float *to, long num_k, int half, int format) {
+#define FORMAT(f) case f: if (half) widen_format(weights, to, num_k, 2, f); else widen_format(weights, to, num_k, 0, f); break;
+    switch (format) { FORMAT(BATON_F32) FORMAT(BATON_BF16) FORMAT(BATON_F16) FORMAT(BATON_INT8) FORMAT(BATON_INT4) }
+#undef FORMAT
 }
 
 INLINE void wide_tile(const float *x, long x_stride, const float *wide, long num_k, float *y, long y_stride,
@@ -194,18 +158,18 @@ static void finish(const product *job, target to, int64_t first_row, int64_t num
 
 static void few_rows(const product *job, int64_t begin, int64_t end, float *stand_in) {
     const baton_linear *linear = job->linear;
-    int64_t num_k = linear->num_inputs, panel_bytes = PANEL * num_k * baton_dtype_bytes(linear->dtype);
+    int64_t num_k = linear->num_inputs, bytes = panel_bytes(num_k, linear->format);
     int64_t part = even_part(job->num_rows, MAX_ROWS);
     // A single pass reads memory itself. Several passes find their panel in the cache, and share in fetching the next one.
-    int64_t step = panel_bytes / num_k, passes = (job->num_rows + part - 1) / part * (part > 3 ? 2 : 1);
-    ahead next = {.pace = step / passes};
+    int64_t passes = (job->num_rows + part - 1) / part * (part > 3 ? 2 : 1);
+    ahead next = {.pace = bytes / num_k / passes};
     for (int64_t panel = begin; panel < end; panel++) {
-        const char *weights = (const char *)linear->weights + panel * panel_bytes;
+        const char *weights = (const char *)linear->weights + panel * bytes;
         target to = target_of(job, 0, panel, stand_in);
-        next.at = weights + (passes == 1 ? FETCH_AHEAD : panel_bytes);
+        next.at = weights + (passes == 1 ? FETCH_AHEAD : bytes);
         for (int64_t row = 0; row < job->num_rows; row += part) {
             int64_t rows = job->num_rows - row < part ? job->num_rows - row : part;
-            direct_panel(job->x + row * num_k, num_k, weights, next, to.y + row * to.stride, to.stride, (int)rows, linear->dtype);
+            direct_panel(job->x + row * num_k, num_k, weights, next, to.y + row * to.stride, to.stride, (int)rows, linear->format);
             next.at += num_k * next.pace * (part > 3 ? 2 : 1);
         }
         finish(job, to, 0, job->num_rows, panel);
@@ -215,15 +179,15 @@ static void few_rows(const product *job, int64_t begin, int64_t end, float *stan
 static void many_rows(const product *job, int64_t first_row, int64_t num_rows, int64_t begin, int64_t end,
                       float *wide, float *stand_in) {
     const baton_linear *linear = job->linear;
-    int64_t num_k = linear->num_inputs, bytes = baton_dtype_bytes(linear->dtype);
-    int64_t part = even_part(num_k, BLOCK_INPUTS);
+    int64_t num_k = linear->num_inputs, bytes = panel_bytes(num_k, linear->format);
+    int64_t part = (even_part(num_k, BLOCK_INPUTS) + GROUP - 1) / GROUP * GROUP;
     for (int64_t k = 0; k < num_k; k += part) {
         int64_t inputs = num_k - k < part ? num_k - k : part;
         for (int64_t panel = begin; panel < end; panel++) {
             target to = target_of(job, first_row, panel, stand_in);
-            const char *weights = (const char *)linear->weights + PANEL * (panel * num_k + k) * bytes;
+            const char *weights = (const char *)linear->weights + panel * bytes + panel_bytes(k, linear->format);
             for (int half = 0; half < 2; half++) {
-                widen(weights + half * 2 * LANES * bytes, wide, inputs, linear->dtype);
+                widen(weights, wide, inputs, half, linear->format);
                 wide_rows(job->x + first_row * num_k + k, num_k, wide, inputs, to.y + half * 2 * LANES, to.stride, k == 0,
                           num_rows);
             }
@@ -234,10 +198,10 @@ static void many_rows(const product *job, int64_t first_row, int64_t num_rows, i
 
 static void multiply_panels(void *arg, int worker, int num_workers, void *scratch) {
     const product *job = arg;
-    int64_t panels = num_panels(job->linear->num_outputs);
+    int64_t panels = (job->linear->num_outputs + PANEL - 1) / PANEL;
     int64_t begin = panels * worker / num_workers, end = panels * (worker + 1) / num_workers;
     float *wide = scratch, *stand_in = wide + BLOCK_INPUTS * 2 * LANES;  // the last panel alone uses the stand-in
-    if (job->num_rows <= MAX_DIRECT_ROWS) {
+    if (job->num_rows <= (is_quantized(job->linear->format) ? MAX_DECODED_ROWS : MAX_DIRECT_ROWS)) {
         few_rows(job, begin, end, stand_in);
         return;
     }

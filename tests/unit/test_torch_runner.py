@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError, FingerprintError, ModelError
 from core.layout import KVLayout
 from core.sampling import SamplingParams
 from core.sequence import BlockMemory, SequenceSpec
 from engine.backend import resolve_dtype
+from engine.batch import build_batch
 from engine.kv_cache import KVCache
 from engine.plan import Chunk, Sampled, StepPlan
 from engine.sequence import Sequence
 from engine.torch_runner import LoadedModel, load_runner
 from kernels.linear import is_native
+from tests.unit.native import built_library
 from tests.unit.tiny_model import tiny_weights, write_tiny_model
 
 BLOCK_TOKENS = 4
@@ -159,6 +161,24 @@ def test_auto_is_the_checkpoints_dtype_where_that_is_fast() -> None:
     assert resolve_dtype("float16", CPU, bf16, None) == "float16"
     with pytest.raises(ConfigError, match="dtype=int8"):
         resolve_dtype("int8", CPU, f32, library)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_close_smaller_and_told_apart(tmp_path: Path, quantization: str) -> None:
+    built_library()
+    folder = write_tiny_model(tmp_path / "64", hidden_size=64, num_attention_heads=8)
+    full, small = load(folder), load(folder, quantization=quantization)
+    logits = []
+    for loaded in (full, small):
+        [*_, sequence] = sequences(4)
+        batch = build_batch([Chunk(sequence, sequence.num_uncomputed_tokens)], BLOCK_TOKENS)
+        logits.append(loaded.model.logits(loaded.model.forward(batch, loaded.kv_cache.tensor)))
+    off = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert 0.0 < off < {"int8": 0.05, "int4": 0.7}[quantization]  # random weights: as hard as it gets
+    with pytest.raises(FingerprintError, match="weights_hash"):
+        small.fingerprint.require_equal(full.fingerprint)
+    with pytest.raises(ConfigError, match=f"quantization={quantization}.*48 inputs"):
+        load(write_tiny_model(tmp_path / "48"), quantization=quantization)
 
 
 def test_memory_is_turned_into_blocks_and_limits_are_named(tmp_path: Path) -> None:
