@@ -61,14 +61,14 @@ class Holdings:
             self._grow(chunk.sequence, chunk.sequence.num_computed_tokens + chunk.num_tokens)
         return num_looked_up, num_found
 
-    def skip_cached(self, sequence: Sequence) -> None:
-        """Let a prompt go on behind the blocks that another sequence has computed meanwhile."""
+    def skip_cached(self, sequence: Sequence) -> int:
+        """Let a prompt go on behind the blocks that another sequence has computed meanwhile; returns their tokens."""
         if sequence.spec.block_table and not sequence.num_preemptions:
-            return  # its blocks came from elsewhere, and may be somebody else's as well
+            return 0  # its blocks came from elsewhere, and may be somebody else's as well
         hashes = sequence.reusable_hashes(self._block_tokens)
         block, offset = divmod(sequence.num_computed_tokens, self._block_tokens)
         if offset or block >= len(hashes):
-            return
+            return 0
         num_cached = self._pool.find(hashes[block:])[0]
         for index in range(block, block + num_cached):
             sequence.block_table[index] = self._pool.exchange(sequence.block_table[index], hashes[index])
@@ -76,6 +76,7 @@ class Holdings:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens += num_cached * self._block_tokens
         sequence.num_published_blocks = max(sequence.num_published_blocks, block + num_cached)
+        return num_cached * self._block_tokens
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the blocks that are computed now."""

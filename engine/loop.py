@@ -145,8 +145,15 @@ class EngineLoop:
             reason, error = "error", "the engine crashed"
             self._step_started = -math.inf
         self._inbox.close()
-        self._news += self._intake(self._inbox.take(wait=False))
-        self._news += [self._ended(sequence, reason, error) for sequence in self._live.values()]
+        for message in self._inbox.take(wait=False):
+            if isinstance(message, SequenceSpec):
+                self._live[message.sequence_id] = Sequence(message)
+        for sequence in self._live.values():
+            self._news.append(self._output(sequence, has_ended=True, finish_reason=reason, error=error))
+            try:
+                self._holdings.end(sequence)
+            except AssertionError:  # after a crash the pool may be the thing that is broken; the others must still hear
+                logger.exception("the blocks of %s are lost", sequence.spec.sequence_id)
         self._live.clear()
         self._emit(StepResult(outputs=self._news))
 
@@ -183,10 +190,11 @@ class EngineLoop:
 
     def _schedule(self) -> tuple[StepPlan, dict[str, int]]:
         """The next plan, with its blocks given and taken; and what `StepResult` says of it."""
+        num_skipped = 0
         with self._pool:
             for sequence in self._live.values():
                 if sequence.has_blocks and not sequence.is_decoding:
-                    self._holdings.skip_cached(sequence)
+                    num_skipped += self._holdings.skip_cached(sequence)
             plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
             if plan.preempted:
                 self._pool.keep(self._pool.num_total)  # until the plan is carried out: what it counts on stays
@@ -209,7 +217,7 @@ class EngineLoop:
             "num_recomputed_tokens": num_again,
             "num_preemptions": len(plan.preempted),
             "num_looked_up_tokens": num_looked_up,
-            "num_found_tokens": num_found,
+            "num_found_tokens": num_found + num_skipped,
         }
 
     def _run(self, plan: StepPlan) -> list[Sampled] | str:

@@ -91,9 +91,12 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
 
 
 def _own_cores(options: UpOptions, num_workers: int) -> list[list[str]]:
-    """A --cores flag for each worker, when there are enough cores for all; two engines on one core hold each other up."""
+    """A --cores flag for each worker when they take up the machine: two engines on one core hold each other up.
+
+    Where cores are left over the system finds idle ones itself, also for a second stack.
+    """
     usable, threads = sorted(os.sched_getaffinity(0)), options.engine.threads
-    if options.engine.cores or num_workers * threads > len(usable):
+    if options.engine.cores or num_workers * threads != len(usable):
         return []
     parts = [usable[worker * threads : (worker + 1) * threads] for worker in range(num_workers)]
     return [["--cores", ",".join(map(str, part))] for part in parts]

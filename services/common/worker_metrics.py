@@ -75,7 +75,8 @@ class WorkerMetrics:
 
     def note_step(self, result: StepResult) -> None:
         """Count what an engine step did."""
-        self.step_seconds.observe(result.step_s)
+        if result.step_s:  # an abort is told without a step
+            self.step_seconds.observe(result.step_s)
         self.prompt_tokens.inc(result.num_prompt_tokens)
         self.recomputed_tokens.inc(result.num_recomputed_tokens)
         self.preemptions.inc(result.num_preemptions)

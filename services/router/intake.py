@@ -10,6 +10,9 @@ from services.router.api import GenerateCall, ModelCard
 from services.router.chat_template import ChatTemplate
 from services.router.tokenizer import Tokenizer, require_encodable
 
+# Of one request, the alternatives included: the router holds them all until they are sent.
+MAX_PROMPT_LOGPROBS = 200_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -65,6 +68,14 @@ class Intake:
             )
         self.require_ids("stop_token_ids", sampling.stop_token_ids)
         self.require_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias))
+        if sampling.prompt_logprobs is not None:
+            num_entries = num_prompt_tokens * (sampling.prompt_logprobs + 1)
+            if num_entries > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequestError(
+                    "prompt_logprobs",
+                    f"{sampling.prompt_logprobs} for {num_prompt_tokens} prompt tokens are {num_entries} values in all, at most"
+                    f" {MAX_PROMPT_LOGPROBS}; ask for fewer or send a shorter prompt",
+                )
         max_tokens = asked or max(min(limit, pool_tokens) - num_prompt_tokens, 1)
         if sampling.min_tokens > max_tokens:
             raise InvalidRequestError(

@@ -417,3 +417,21 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: Scripted
     assert listener.end_of("good").finish_reason == "length"
     assert listener.tokens("good") == answer([5, 6], 4)
     loop.stop()
+
+
+def test_a_pool_that_breaks_is_told_to_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("the pool is broken")
+
+    parts, listener = scripted_engine(), Recorder()
+    gate = parts.runner.gate = StepGate()
+    parts.loop.start(listener)
+    parts.loop.submit(spec(parts, "a", range(20)))
+    gate.wait_until_holding()
+    parts.loop.submit(spec(parts, "b", range(20)))
+    for method in ("publish", "release", "acquire"):
+        monkeypatch.setattr(parts.pool, method, broken)
+    gate.open()
+    assert {listener.end_of(name).finish_reason for name in "ab"} == {"error"}
+    assert parts.loop.stalled_s() == math.inf
+    parts.loop.stop()
