@@ -33,9 +33,11 @@ class RotaryEmbedding:
     def _dynamic(self, lens: Tensor) -> Tensor:
         """[n, rotary_dim / 2]: the base grows with the length a token's KV was computed at (dynamic NTK scaling)."""
         config = self._config
-        ratio = lens.clamp_min(config.original_max_tokens).float() / config.original_max_tokens
+        # In float64, rounded once: torch takes another float32 power for one token than for many, and rounds it differently.
+        ratio = lens.clamp_min(config.original_max_tokens).double() / config.original_max_tokens
         growth = (config.factor * ratio - (config.factor - 1)) ** (config.rotary_dim / (config.rotary_dim - 2))
-        return 1.0 / (config.theta * growth[:, None]) ** _exponents(config).to(lens.device)
+        exponents = _exponents(config).to(lens.device, torch.float64)
+        return (1.0 / (config.theta * growth[:, None]) ** exponents).float()
 
 
 def _exponents(config: RopeConfig) -> Tensor:

@@ -126,6 +126,8 @@ def load(backend: str, folder: Path, dtype: torch.dtype = torch.float32) -> Deco
                 return NativeModel(config, reader, native_ops())
             case "mixed":
                 return MixedModel(config, reader, native_ops())
+            case "mixed deterministic":
+                return MixedModel(config, reader, native_ops(), deterministic=True)
         return Model(config, reader, torch.device("cpu"))
 
 
@@ -158,7 +160,7 @@ def greedy_tokens(runner: TorchRunner, prompt: list[int], num_blocks: int, chunk
     return sequence.token_ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("backend", ["torch", "native", "mixed"])
+@pytest.mark.parametrize("backend", ["torch", "native", "mixed", "mixed deterministic"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, backend: str, tmp_path: Path) -> None:
     reference = random_model(case)
@@ -179,11 +181,15 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, backend:
     model = load(backend, tmp_path)
     cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "float32"), 40, torch.device("cpu"))
     runner = TorchRunner(model, cache)
+    first: torch.Tensor | None = None
     for cuts in ([PROMPT_TOKENS], [8], [1], [5, 1, 13, 4], [BLOCK_TOKENS * 3, 1]):
         cache.tensor.fill_(float("nan"))  # nothing but what was written may be read
         with torch.inference_mode():
             logits = chunked_logits(model, cache, prompt, list(cuts))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4, msg=lambda m, c=cuts: f"cut {c}: {m}")
+        if backend in ("native", "mixed deterministic"):
+            first = logits if first is None else first
+            assert torch.equal(logits, first), f"cut {cuts}"
     for chunk_tokens in (PROMPT_TOKENS, 6):
         assert greedy_tokens(runner, prompt, cache.num_blocks, chunk_tokens) == answer
 

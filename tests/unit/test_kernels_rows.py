@@ -66,6 +66,15 @@ def test_linear_is_the_reference(dtype: torch.dtype, has_bias: bool, rows: int) 
     torch.testing.assert_close(out.double(), exact, rtol=rounding(dtype)["rtol"], atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_fixed_rows_a_row_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x, linear = torch.randn(70, 96).to(dtype), Linear(torch.randn(80, 96).to(dtype), fixed_rows=16)
+    out = linear(x)
+    for begin, end in ((0, 1), (5, 8), (3, 70), (16, 33)):
+        assert torch.equal(linear(x[begin:end]), out[begin:end])
+
+
 def test_float32_is_native_everywhere() -> None:
     assert is_native(torch.float32, torch.device("cpu"))
     assert is_native(torch.bfloat16, torch.device("cuda"))
