@@ -61,6 +61,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-batched-tokens", type=_count, default=512, help="tokens of one prompt chunk")
     parser.add_argument("--block-tokens", type=_count, default=16, help="tokens in one KV block")
     parser.add_argument("--kv-memory", default="4GiB", help="for KV blocks at most; points that need more are skipped")
+    parser.add_argument(
+        "--quantization", choices=["none", "int8", "int4"], default="none", help="of the weights, on load"
+    )
     parser.add_argument("--deterministic", action="store_true", help="results that do not depend on the batch")
     parser.add_argument("--output", type=Path, help="write the JSON line to this file too")
     args = parser.parse_args(arguments)
@@ -116,6 +119,7 @@ def load(args: argparse.Namespace, folder: Path, limits: StepLimits) -> BuiltEng
             threads=args.threads,
             limits=limits,
             deterministic=args.deterministic,
+            quantization=None if args.quantization == "none" else args.quantization,
             load_progress=lambda done, total: report("load", done, total),
         )
 
@@ -167,7 +171,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
         dtype=built.layout.dtype,
         weights=next(name for name, dtype in DTYPES.items() if dtype == stored),
         decoder=type(built.model).__name__,
-        **{name: getattr(args, name) for name in ("device", "threads", "deterministic", "rounds")},
+        **{name: getattr(args, name) for name in ("device", "threads", "quantization", "deterministic", "rounds")},
         **{name: getattr(args, name) for name in ("block_tokens", "max_batched_tokens")},
     )
     return env, sweeps | {

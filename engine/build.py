@@ -16,6 +16,7 @@ from engine.loop import EngineLoop
 from engine.scheduler import StepLimits
 from engine.torch_runner import load_runner
 from engine.weights import Progress
+from kernels.native.ops import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ def build_engine(
     threads: int,
     limits: StepLimits,
     swap_bytes: int = 0,
+    quantization: Quantization | None = None,
     deterministic: bool = False,
     cores: frozenset[int] = frozenset(),
     load_progress: Progress | None = None,
@@ -56,6 +58,7 @@ def build_engine(
         num_blocks: KV blocks; 0: as many as `kv_memory_bytes` holds.
         limits: of one step.
         swap_bytes: of host memory for the blocks of preempted sequences; 0: they are always computed anew.
+        quantization: int8 or int4 weights, made on load; None: the checkpoint's own.
         deterministic: an answer is the same, bit for bit, whatever else the engine computes.
         cores: that the engine's threads keep to; empty: any.
         load_progress: told (bytes, total bytes) while weights are read.
@@ -74,6 +77,7 @@ def build_engine(
             num_blocks=num_blocks or None,
             kv_memory_bytes=None if num_blocks else kv_memory_bytes,
             threads=threads,
+            quantization=quantization,
             deterministic=deterministic,
             load_progress=load_progress,
         )

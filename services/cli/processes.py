@@ -137,6 +137,7 @@ def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
             folder,
             model=name,
             dtype=options.dtype,
+            quantization=None if options.quantization == "none" else options.quantization,
             device=options.device,
             block_tokens=options.block_tokens,
             num_blocks=options.kv_blocks,
