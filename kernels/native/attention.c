@@ -5,8 +5,6 @@
 // order of positions, in spans that do not depend on who else is computed: a token gives the same bits alone, in a
 // chunk of any length, and in any batch. A key outside a query's range is never multiplied, so what unused slots
 // hold (NaN included) cannot reach a result.
-#include <stdatomic.h>
-
 #include "baton.h"
 #include "vec.h"
 
@@ -366,12 +364,11 @@ static int64_t tile_queries(const baton_model *model) {
     return max64(1, min64(SPAN, MAX_TILE_ROWS / (model->num_heads / model->num_kv_heads)));
 }
 
-static void attend_tiles(void *arg, int worker, int num_workers, void *scratch) {
-    (void)worker;
+static void attend_tiles(void *arg, void *scratch) {
     attention *job = arg;
     const baton_batch *batch = job->batch;
     int64_t num_kv_heads = job->model->num_kv_heads, step = tile_queries(job->model);
-    int64_t tile = 0, mine = num_workers > 1 ? atomic_fetch_add(&job->next, 1) : 0;
+    int64_t tile = 0, mine = atomic_fetch_add(&job->next, 1);
     for (int64_t sequence = 0; sequence < batch->num_sequences; sequence++) {
         int64_t start = batch->start[sequence];
         int64_t stop = start + batch->first_row[sequence + 1] - batch->first_row[sequence];
@@ -379,7 +376,7 @@ static void attend_tiles(void *arg, int worker, int num_workers, void *scratch) 
             for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++, tile++) {
                 if (tile != mine) continue;
                 attend_tile(job, sequence, kv_head, begin, min64(stop, (begin / step + 1) * step), scratch);
-                mine = num_workers > 1 ? atomic_fetch_add(&job->next, 1) : mine + 1;
+                mine = atomic_fetch_add(&job->next, 1);
             }
     }
 }
@@ -393,17 +390,17 @@ static void rotate(float *head, const float *cos, const float *sin, int64_t half
 }
 
 // Norms and rotates q and k of every token, and stores k and v in the token's slot.
-static void place_rows(void *arg, int worker, int num_workers, void *scratch) {
-    const attention *job = arg;
+static void place_sequences(void *arg, void *scratch) {
+    attention *job = arg;
     const baton_model *model = job->model;
     const baton_batch *batch = job->batch;
     const baton_layer *layer = &model->layers[job->layer];
     int64_t dim = model->head_dim, bytes = baton_dtype_bytes(job->dtype);
     int64_t num_kv_heads = model->num_kv_heads, rotated = model->num_heads + num_kv_heads;
     float *wide = scratch;
-    for (int64_t sequence = 0; sequence < batch->num_sequences; sequence++)
+    int64_t sequence, end;
+    while (baton_take(&job->next, batch->num_sequences, 1, &sequence, &end))
         for (int64_t token = batch->first_row[sequence]; token < batch->first_row[sequence + 1]; token++) {
-            if (token % num_workers != worker) continue;
             int64_t position = batch->start[sequence] + token - batch->first_row[sequence];
             for (int64_t head = 0; head < rotated + num_kv_heads; head++) {
                 char *at = job->qkv + (token * (rotated + num_kv_heads) + head) * dim * bytes;
@@ -430,6 +427,7 @@ static void place_rows(void *arg, int worker, int num_workers, void *scratch) {
 void baton_attend(baton_pool *pool, const baton_model *model, const baton_batch *batch, int64_t layer, void *qkv,
                   void *out, int dtype) {
     attention job = {model, batch, layer, qkv, out, dtype, 0};
-    baton_run(pool, place_rows, &job);
-    baton_run(pool, attend_tiles, &job);
+    baton_run(pool, place_sequences, &job, batch->num_tokens >= 16 ? batch->num_sequences : 1);
+    atomic_store(&job.next, 0);
+    baton_run(pool, attend_tiles, &job, batch->num_sequences * model->num_kv_heads);
 }

@@ -1,6 +1,7 @@
 // What Python sees of the library, and what its files see of each other. `library.py` mirrors the structs.
 #pragma once
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum baton_dtype { BATON_F32 = 0, BATON_BF16 = 1, BATON_F16 = 2 };
@@ -8,7 +9,8 @@ enum baton_format { BATON_INT8 = 3, BATON_INT4 = 4 };  // of weights, beside the
 
 // Workers and their scratch memory; see pool.c.
 typedef struct baton_pool baton_pool;
-typedef void (*baton_task)(void *job, int worker, int num_workers, void *scratch);
+// Called in several threads at once; they share the work by taking from a counter in the job.
+typedef void (*baton_task)(void *job, void *scratch);
 
 #define BATON_SCRATCH_BYTES (1 << 20)  // of each worker
 
@@ -58,7 +60,14 @@ typedef struct {
 baton_pool *baton_pool_create(int num_workers);
 void baton_pool_destroy(baton_pool *pool);
 int baton_pool_size(const baton_pool *pool);
-void baton_run(baton_pool *pool, baton_task task, void *job);
+void baton_run(baton_pool *pool, baton_task task, void *job, int64_t num_pieces);
+
+// Takes the next `count` of a task's `n` pieces, as [begin, end); false: none is left.
+static inline int baton_take(atomic_long *next, int64_t n, int64_t count, int64_t *begin, int64_t *end) {
+    *begin = atomic_fetch_add_explicit(next, count, memory_order_relaxed);
+    *end = *begin + count < n ? *begin + count : n;
+    return *begin < n;
+}
 
 // rows.c
 int64_t baton_dtype_bytes(int dtype);

@@ -131,6 +131,8 @@ typedef struct {
     const float *x;
     float *y;
     int64_t num_rows;
+    int64_t panels_at_once;
+    atomic_long next;
 } product;
 
 // The panel's columns of y, or a stand-in where y ends inside the panel.
@@ -196,24 +198,29 @@ static void many_rows(const product *job, int64_t first_row, int64_t num_rows, i
     }
 }
 
-static void multiply_panels(void *arg, int worker, int num_workers, void *scratch) {
-    const product *job = arg;
-    int64_t panels = (job->linear->num_outputs + PANEL - 1) / PANEL;
-    int64_t begin = panels * worker / num_workers, end = panels * (worker + 1) / num_workers;
+static int64_t num_panels(const baton_linear *linear) { return (linear->num_outputs + PANEL - 1) / PANEL; }
+
+static void multiply_panels(void *arg, void *scratch) {
+    product *job = arg;
     float *wide = scratch, *stand_in = wide + BLOCK_INPUTS * 2 * LANES;  // the last panel alone uses the stand-in
-    if (job->num_rows <= (is_quantized(job->linear->format) ? MAX_DECODED_ROWS : MAX_DIRECT_ROWS)) {
-        few_rows(job, begin, end, stand_in);
-        return;
-    }
-    int64_t part = even_part(job->num_rows, MAX_BLOCK_ROWS);
-    for (int64_t row = 0; row < job->num_rows; row += part) {
-        int64_t rows = job->num_rows - row < part ? job->num_rows - row : part;
-        many_rows(job, row, rows, begin, end, wide, stand_in);
+    int is_direct = job->num_rows <= (is_quantized(job->linear->format) ? MAX_DECODED_ROWS : MAX_DIRECT_ROWS);
+    int64_t begin, end;
+    while (baton_take(&job->next, num_panels(job->linear), job->panels_at_once, &begin, &end)) {
+        if (is_direct) {
+            few_rows(job, begin, end, stand_in);
+            continue;
+        }
+        int64_t part = even_part(job->num_rows, MAX_BLOCK_ROWS);
+        for (int64_t row = 0; row < job->num_rows; row += part)
+            many_rows(job, row, job->num_rows - row < part ? job->num_rows - row : part, begin, end, wide, stand_in);
     }
 }
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias.
 void baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
-    product job = {linear, x, y, num_rows};
-    baton_run(pool, multiply_panels, &job);
+    int64_t panels = num_panels(linear), workers = baton_pool_size(pool);
+    // Several pieces each, so that one that comes late or is slowed down does less of them.
+    int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);
+    product job = {linear, x, y, num_rows, at_once, 0};
+    baton_run(pool, multiply_panels, &job, (panels + at_once - 1) / at_once);
 }

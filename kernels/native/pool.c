@@ -1,4 +1,7 @@
-// A fixed set of threads that carry out one task at a time together. With one worker there are none: the caller works.
+// A fixed set of threads that help the caller with one task at a time. With one worker there are none: the caller works.
+//
+// The caller never waits for a helper to arrive, only for those that have begun: a helper that has lost its core to
+// another process finds the task closed when it comes, and costs nothing.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -18,7 +21,6 @@ enum { MAX_SPINS = 4000 };
 
 typedef struct {
     baton_pool *pool;
-    int number;
     void *scratch;
     pthread_t thread;
 } worker;
@@ -29,8 +31,9 @@ struct baton_pool {
     baton_task task;
     void *job;
     atomic_ulong round;  // of the task; changed under `lock`
-    atomic_int num_busy;
-    int is_ending;
+    atomic_int is_open;  // whether helpers may still begin
+    atomic_int num_inside;
+    atomic_int is_ending;
     pthread_mutex_t lock;
     pthread_cond_t begun;
 };
@@ -41,13 +44,17 @@ static void *work(void *arg) {
     unsigned long seen = 0;
     for (;;) {
         for (int i = 0; i < MAX_SPINS && atomic_load_explicit(&pool->round, memory_order_acquire) == seen; i++) RELAX();
-        pthread_mutex_lock(&pool->lock);
-        while (atomic_load(&pool->round) == seen) pthread_cond_wait(&pool->begun, &pool->lock);
+        if (atomic_load(&pool->round) == seen) {
+            pthread_mutex_lock(&pool->lock);
+            while (atomic_load(&pool->round) == seen) pthread_cond_wait(&pool->begun, &pool->lock);
+            pthread_mutex_unlock(&pool->lock);
+        }
+        if (atomic_load(&pool->is_ending)) return NULL;
         seen = atomic_load(&pool->round);
-        pthread_mutex_unlock(&pool->lock);
-        if (pool->is_ending) return NULL;
-        pool->task(pool->job, self->number, pool->num_workers, self->scratch);
-        atomic_fetch_sub_explicit(&pool->num_busy, 1, memory_order_release);
+        // First announced, then asked: the caller closes first, then looks who is inside. One of the two sees the other.
+        atomic_fetch_add(&pool->num_inside, 1);
+        if (atomic_load(&pool->is_open)) pool->task(pool->job, self->scratch);
+        atomic_fetch_sub(&pool->num_inside, 1);
     }
 }
 
@@ -71,7 +78,7 @@ baton_pool *baton_pool_create(int num_workers) {
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->begun, NULL);
     for (int i = 0; i < num_workers; i++) {
-        workers[i] = (worker){.pool = pool, .number = i};
+        workers[i] = (worker){.pool = pool};
         if (posix_memalign(&workers[i].scratch, 64, BATON_SCRATCH_BYTES)) workers[i].scratch = NULL;
         int failed = !workers[i].scratch || (i && pthread_create(&workers[i].thread, NULL, work, &workers[i]));
         if (failed) {
@@ -85,7 +92,7 @@ baton_pool *baton_pool_create(int num_workers) {
 }
 
 void baton_pool_destroy(baton_pool *pool) {
-    pool->is_ending = 1;
+    atomic_store(&pool->is_ending, 1);
     begin(pool);
     for (int i = 0; i < pool->num_workers; i++) {
         if (i) pthread_join(pool->workers[i].thread, NULL);
@@ -99,17 +106,20 @@ void baton_pool_destroy(baton_pool *pool) {
 
 int baton_pool_size(const baton_pool *pool) { return pool->num_workers; }
 
-// Calls `task` once in every worker, and returns when all are done.
-void baton_run(baton_pool *pool, baton_task task, void *job) {
-    if (pool->num_workers > 1) {
+// Carries out a task that falls into so many pieces, and returns when it is done.
+void baton_run(baton_pool *pool, baton_task task, void *job, int64_t num_pieces) {
+    int is_shared = pool->num_workers > 1 && num_pieces > 1;
+    if (is_shared) {
         pool->task = task;
         pool->job = job;
-        atomic_store(&pool->num_busy, pool->num_workers - 1);
+        atomic_store(&pool->is_open, 1);
         begin(pool);
     }
-    task(job, 0, pool->num_workers, pool->workers[0].scratch);
-    for (int i = 0; atomic_load_explicit(&pool->num_busy, memory_order_acquire); i++) {
-        // A worker may have lost its core to another process: let it have this one.
+    task(job, pool->workers[0].scratch);
+    if (!is_shared) return;
+    atomic_store(&pool->is_open, 0);
+    for (int i = 0; atomic_load(&pool->num_inside); i++) {
+        // A helper may lose its core in the middle of a piece: let it have this one.
         if (i < MAX_SPINS) RELAX();
         else sched_yield();
     }

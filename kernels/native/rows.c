@@ -2,6 +2,8 @@
 #include "baton.h"
 #include "vec.h"
 
+enum { ROWS_AT_ONCE = 8 };  // that a thread takes: below, sharing them costs more than they do
+
 int64_t baton_dtype_bytes(int dtype) { return dtype == BATON_F32 ? 4 : 2; }
 
 static float f16_to_float(uint16_t bits) {
@@ -89,13 +91,14 @@ typedef struct {
     void *out;
     int64_t num_rows, dim;
     int dtype;
+    atomic_long next;
 } norm_job;
 
-static void norm_rows(void *arg, int worker, int num_workers, void *scratch) {
-    const norm_job *job = arg;
+static void norm_rows(void *arg, void *scratch) {
+    norm_job *job = arg;
     int64_t row_bytes = job->dim * baton_dtype_bytes(job->dtype);
     float *wide = scratch;
-    for (int64_t row = worker; row < job->num_rows; row += num_workers) {
+    for (int64_t row = 0, end = 0; row < end || baton_take(&job->next, job->num_rows, ROWS_AT_ONCE, &row, &end); row++) {
         float *x = job->x + row * job->dim;
         if (job->delta) {
             const float *delta = wide;
@@ -115,8 +118,8 @@ static void norm_rows(void *arg, int worker, int num_workers, void *scratch) {
 // x += delta (where there is one); out = the norm of x (where it is asked for). x is float32, the others `dtype`.
 void baton_rms_norm(baton_pool *pool, float *x, const void *delta, const float *weight, float eps, void *out,
                     int64_t num_rows, int64_t dim, int dtype) {
-    norm_job job = {x, delta, weight, eps, out, num_rows, dim, dtype};
-    baton_run(pool, norm_rows, &job);
+    norm_job job = {x, delta, weight, eps, out, num_rows, dim, dtype, 0};
+    baton_run(pool, norm_rows, &job, num_rows / ROWS_AT_ONCE);
 }
 
 typedef struct {
@@ -124,6 +127,7 @@ typedef struct {
     void *out;
     int64_t num_rows, dim;
     int dtype;
+    atomic_long next;
 } silu_job;
 
 static void silu_row(float *to, const float *gate, const float *up, int64_t n) {
@@ -143,11 +147,11 @@ static void silu_row(float *to, const float *gate, const float *up, int64_t n) {
     }
 }
 
-static void silu_rows(void *arg, int worker, int num_workers, void *scratch) {
-    const silu_job *job = arg;
+static void silu_rows(void *arg, void *scratch) {
+    silu_job *job = arg;
     int64_t dim = job->dim, bytes = baton_dtype_bytes(job->dtype);
     float *wide = scratch;
-    for (int64_t row = worker; row < job->num_rows; row += num_workers) {
+    for (int64_t row = 0, end = 0; row < end || baton_take(&job->next, job->num_rows, ROWS_AT_ONCE, &row, &end); row++) {
         const char *from = (const char *)job->gate_up + 2 * row * dim * bytes;
         char *to = (char *)job->out + row * dim * bytes;
         if (job->dtype == BATON_F32) {
@@ -168,6 +172,6 @@ static void silu_rows(void *arg, int worker, int num_workers, void *scratch) {
 
 // out[r] = silu(gate[r]) * up[r]; gate_up: [num_rows, 2 * dim], gate first.
 void baton_silu_mul(baton_pool *pool, const void *gate_up, void *out, int64_t num_rows, int64_t dim, int dtype) {
-    silu_job job = {gate_up, out, num_rows, dim, dtype};
-    baton_run(pool, silu_rows, &job);
+    silu_job job = {gate_up, out, num_rows, dim, dtype, 0};
+    baton_run(pool, silu_rows, &job, num_rows / ROWS_AT_ONCE);
 }

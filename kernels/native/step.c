@@ -13,12 +13,13 @@ typedef struct {
     const baton_model *model;
     const baton_batch *batch;
     float *hidden;
+    atomic_long next;
 } embedding_job;
 
-static void embed_rows(void *arg, int worker, int num_workers, void *scratch) {
+static void embed_rows(void *arg, void *scratch) {
     (void)scratch;
-    const embedding_job *job = arg;
-    for (int64_t token = worker; token < job->batch->num_tokens; token += num_workers)
+    embedding_job *job = arg;
+    for (int64_t token, end; baton_take(&job->next, job->batch->num_tokens, 1, &token, &end);)
         baton_unpack_row(&job->model->embedding, job->batch->token_ids[token],
                          job->hidden + token * job->model->hidden_size);
 }
@@ -34,8 +35,8 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
     float *qkv = memory, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
     float *delta = normed + block * size, *gate_up = delta + block * size, *gated = gate_up + block * 2 * inter;
 
-    embedding_job embedding = {model, batch, hidden};
-    baton_run(pool, embed_rows, &embedding);
+    embedding_job embedding = {model, batch, hidden, 0};
+    baton_run(pool, embed_rows, &embedding, n >= 16 ? n : 1);
     for (int64_t number = 0; number < model->num_layers; number++) {
         const baton_layer *layer = &model->layers[number];
         for (int64_t row = 0; row < n; row += block) {
