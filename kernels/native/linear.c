@@ -218,6 +218,7 @@ static void multiply_panels(void *arg, void *scratch) {
 
 // y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias.
 void baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
+    if (num_rows == 0) return;
     int64_t panels = num_panels(linear), workers = baton_pool_size(pool);
     // Several pieces each, so that one that comes late or is slowed down does less of them.
     int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);

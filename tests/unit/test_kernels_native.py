@@ -88,6 +88,12 @@ def test_multiply_is_the_reference_and_a_row_the_same_in_any_batch(
     assert torch.equal(ops.row(linear, row), weight[row].float())
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_rows_have_no_products(threads: int) -> None:
+    linear = native_ops().pack([torch.randn(40, 8)])
+    assert native_ops(threads).multiply(linear, torch.empty(0, 8)).shape == (0, 40)
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 65504.0, 6e-8, 6.1e-5, -3e-5, float("inf"), -float("inf")])
 def test_float16_weights_are_widened_exactly(value: float) -> None:
     weight = torch.full((40, 2), value).half()
