@@ -103,7 +103,7 @@ def test_a_request_the_router_refuses_is_wrong_usage(
     float32_stack: Stack, home: Path, flags: tuple[str, ...], said: str
 ) -> None:
     done = run_baton(home, "generate", "Hi", "--endpoint", float32_stack.grpc[0], *flags)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
