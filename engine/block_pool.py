@@ -3,7 +3,8 @@
 A block is free (nobody holds it, its content is worthless), held (one reference or more) or cached (nobody holds it, but
 its content is known by hash and it can be held again). Cached blocks are given out last, the longest unused first.
 Whoever holds a published block holds all blocks before it too, and a table is released tail first, so a cached block
-always goes before its head: there is never a hole in front of one that could be found.
+always goes before its head. (All but one kind: an open transfer may outlive the sequence whose head was exchanged for an
+equal one. A hole that leaves is harmless: `find` stops at it.)
 """
 
 import threading
