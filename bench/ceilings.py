@@ -19,7 +19,7 @@ from core.model_config import ModelConfig
 from engine.weights import expected_shapes
 from kernels.linear import Linear, is_native
 from kernels.native.library import find_library
-from kernels.native.ops import NativeOps
+from kernels.native.ops import Integers, NativeOps
 
 BUFFER_BYTES = 1 << 29
 # Calls of some milliseconds: on a machine that others use too, some of them are not interrupted.
@@ -145,6 +145,7 @@ def _multipliers(config: ModelConfig, stored: torch.dtype, threads: int) -> dict
         ways["packed bfloat16"] = each([Linear(weight.bfloat16()) for weight in weights], torch.bfloat16)
     if (library := find_library()) is not None:
         ops = NativeOps(library, threads)
-        packed = [ops.pack([weight.to(stored)]) for weight in weights]
+        integers: Integers | None = None if stored == torch.float32 else "int16"
+        packed = [ops.pack([weight.to(stored)], None, integers) for weight in weights]
         ways["native"] = each([partial(ops.multiply, linear) for linear in packed], torch.float32)
     return ways

@@ -53,7 +53,7 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype, library:
         name: a dtype's name, or "auto".
         device: that computes.
         stored: the checkpoint's dtype.
-        library: the native library, which computes with 16-bit weights in float32.
+        library: the native library, which multiplies 16-bit weights as integers.
     Raises:
         ConfigError: an unknown name.
     """

@@ -22,6 +22,21 @@ def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
+def integer_rows_ref(x: Tensor) -> Tensor:
+    """What the native library's integer products see of their rows: 14 bits and a sign of each, relative to its group.
+
+    Args:
+        x: [n, in] float32, finite.
+    Returns:
+        [n, in] float32: the nearest multiples of 1 / 16,383 of the largest of 64 neighbours.
+    """
+    groups = F.pad(x, (0, -x.shape[1] % 64)).view(len(x), -1, 64)
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    inverse = torch.tensor(16383.0) / largest  # of a number, torch would multiply with the reciprocal
+    codes = (groups.double() * inverse).round().float()  # rounded once
+    return (codes * (largest / 16383)).flatten(1)[:, : x.shape[1]]
+
+
 class Linear:
     """x @ weight.T + bias.
 

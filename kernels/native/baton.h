@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 enum baton_dtype { BATON_F32 = 0, BATON_BF16 = 1, BATON_F16 = 2 };
-enum baton_format { BATON_INT8 = 3, BATON_INT4 = 4 };  // of weights, beside the dtypes; see panel.h
+enum baton_format { BATON_INT8 = 3, BATON_INT4 = 4, BATON_INT16 = 5 };  // of weights, beside the dtypes; see panel.h
 
 // Workers and their scratch memory; see pool.c.
 typedef struct baton_pool baton_pool;
@@ -60,6 +60,7 @@ typedef struct {
 baton_pool *baton_pool_create(int num_workers);
 void baton_pool_destroy(baton_pool *pool);
 int baton_pool_size(const baton_pool *pool);
+void *baton_pool_memory(baton_pool *pool, int64_t bytes);
 void baton_run(baton_pool *pool, baton_task task, void *job, int64_t num_pieces);
 
 // Takes the next `count` of a task's `n` pieces, as [begin, end); false: none is left.
@@ -80,11 +81,11 @@ void baton_silu_mul(baton_pool *pool, const void *gate_up, void *out, int64_t nu
 
 // pack.c
 int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int format);
-void baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype, int format);
+int baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype, int format);
 void baton_unpack_row(const baton_linear *linear, int64_t row, float *to);
 
 // linear.c
-void baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows);
+int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows);
 
 // attention.c
 int baton_can_attend(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim);

@@ -81,9 +81,9 @@ _FUNCTIONS = {  # name: (result, arguments)
     "baton_pool_create": (c_void_p, (c_int,)),
     "baton_pool_destroy": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int64, c_int64, c_int)),
-    "baton_pack": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int)),
+    "baton_pack": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int)),
     "baton_unpack_row": (None, (_LINEAR, c_int64, c_void_p)),
-    "baton_multiply": (None, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64)),
+    "baton_multiply": (c_int, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64)),
     "baton_rms_norm": (
         None,
         (c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int),

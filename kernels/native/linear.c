@@ -1,122 +1,163 @@
-// Products with weights that stay in their own precision; arithmetic in float32.
+// Products with weights, in float32 or in integers; see panel.h for the weights.
 //
-// Every element of a result is one chain of fused multiply-adds in the order of the inputs, whatever the number of
-// rows: a row's result does not depend on the batch around it, nor on the number of threads.
+// A row's result does not depend on the batch around it, nor on the number of threads. In float32 every element is one
+// chain of fused multiply-adds in the order of the inputs. In integers a group of inputs is added up exactly, whatever the
+// order; the groups' sums, times their scales, are one such chain again.
 #include "panel.h"
 
 enum {
-    MAX_ROWS = 6,          // of a register tile of 2 vectors; up to 3 rows take 4 vectors
-    MAX_DIRECT_ROWS = 96,  // above, widening the weights once for all rows is cheaper than once a tile
-    MAX_DECODED_ROWS = 12,  // the same for quantised weights
-    MAX_BLOCK_ROWS = 192,  // x of one block: in the second-level cache
-    BLOCK_INPUTS = 256,    // widened weights of half a panel: in the first-level cache
-    FETCH_AHEAD = 2048,    // bytes
+    MAX_ROWS = 6,            // of a register tile
+    MAX_BLOCK_ROWS = 192,    // whose part of x stays in the second-level cache
+    MAX_PART_BYTES = 20480,  // of a panel, in the first-level cache while all rows pass
+    FETCH_AHEAD = 2048,      // bytes
+    STEP = 8,                // inputs between two requests to memory; one word of int4
 };
+
+// Rows as a product reads them: float32, or integers with a scale for each X_GROUP of them.
+typedef struct {
+    const float *floats;   // [row][num_inputs]
+    int16_t *codes;        // [row][padded]
+    float *scales;         // [row][padded / X_GROUP]
+    float *sums;           // [row][padded / GROUP]: what they add up to, for int4's minimum
+    int64_t padded;        // inputs
+} operand;
+
+typedef struct {
+    const baton_linear *linear;
+    operand x;
+    float *y;
+    int64_t num_rows;
+    int64_t part;  // inputs that are multiplied before the next panel is turned to
+    int64_t panels_at_once;
+    atomic_long next;
+} product;
+
+// A group of x as integers. What is not finite makes the whole row NaN.
+INLINE void encode_group(const float *x, int16_t *codes, float *scale, float *sums) {
+    vi magnitude = {0};
+    UNROLL for (int i = 0; i < X_GROUP; i += LANES) {
+        vi bits = (vi)load(x + i) & 0x7fffffff;
+        magnitude = (vi)pick(bits > magnitude, (vf)bits, (vf)magnitude);  // bits are ordered as numbers are, NaN last
+    }
+    int32_t most = 0;
+    for (int i = 0; i < LANES; i++) most = magnitude[i] > most ? magnitude[i] : most;
+    float largest, inverse = 0.0f;
+    memcpy(&largest, &most, sizeof largest);
+    vi keep = (vi){0} + (most < 0x7f800000 ? -1 : 0);
+    if (largest >= 1e-30f && keep[0]) inverse = MAX_X_CODE / largest;
+    *scale = !keep[0] ? NAN : inverse > 0.0f ? largest / MAX_X_CODE : 0.0f;
+    UNROLL for (int half = 0; half < X_GROUP / GROUP; half++) {
+        vi sum = {0};
+        UNROLL for (int i = half * GROUP; i < (half + 1) * GROUP; i += LANES) {
+            vi code = round_lanes((vf)((vi)load(x + i) & keep) * inverse);
+            sum += code;
+            store_halves(codes + i, code);
+        }
+        sums[half] = sum_lanes(__builtin_convertvector(sum, vf))[0] * *scale;
+    }
+}
+
+typedef struct {
+    const float *x;
+    const operand *to;
+    int64_t num_rows, num_inputs;
+    atomic_long next;
+} encoding;
+
+static void encode_rows(void *arg, void *scratch) {
+    (void)scratch;
+    encoding *job = arg;
+    const operand *to = job->to;
+    for (int64_t row = 0, end = 0; row < end || baton_take(&job->next, job->num_rows, 8, &row, &end); row++)
+        for (int64_t k = 0; k < job->num_inputs; k += X_GROUP) {
+            int64_t at = row * to->padded + k, missing = k + X_GROUP - job->num_inputs;
+            const float *x = job->x + row * job->num_inputs + k;
+            float last[X_GROUP] = {0};
+            if (missing > 0) x = memcpy(last, x, (size_t)(X_GROUP - missing) * sizeof *x);
+            encode_group(x, to->codes + at, to->scales + at / X_GROUP, to->sums + at / GROUP);
+        }
+}
 
 // What to ask memory for on the way: so many bytes behind `at` with each input.
 typedef struct {
     const char *at;
-    long pace;
+    int64_t pace;
 } ahead;
 
-// `multiply_tile` over weights that are widened on the way, for whole columns of them.
-INLINE void direct_tile(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, const int rows,
-                        const int first, const int width, const int format) {
-    vf acc[6][4];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < width; j++) acc[r][j] = (vf){0};
-    if (is_quantized(format)) {
-        for (long k = 0; k < num_k; k += GROUP, weights += panel_bytes(GROUP, format)) {
-            decoder with = load_decoder(weights, first, width, format);
-            for (int i = 0; i < GROUP; i += 2) {
-                __builtin_prefetch(next.at + (k + i) * next.pace);
-                UNROLL for (int odd = 0; odd < 2; odd++) {
-                    vf column[4];
-                    decode_columns(weights, i, odd, &with, column, first, width, format);
-                    multiply_add(acc, x + k + i + odd, num_k, column, rows, width);
+INLINE void fetch(ahead next, int64_t k) {
+    for (int64_t i = 0; i < STEP * next.pace; i += 64) __builtin_prefetch(next.at + k * next.pace + i);
+}
+
+// A register tile: `rows` rows by the outputs of a panel. `rows` and `format` are constants where tiles are inlined.
+typedef struct {
+    vf sums[MAX_ROWS][2];
+} tile;
+
+// sums[r] += x[r][:] * weights, for `num_k` inputs from input `k` on.
+INLINE void float_tile(tile *to, const float *x, int64_t stride, int64_t num_k, const char *weights, ahead next, const int rows,
+                       const int format) {
+    vf acc[MAX_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] = to->sums[r][j];
+    UNROLL_LOOP for (int64_t k = 0; k < num_k; k++, weights += input_bytes(1, format)) {
+        if (k % STEP == 0) fetch(next, k);
+        vf column[2];
+        load_column(weights, column, format);
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] += x[r * stride + k] * column[j];
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) to->sums[r][j] = acc[r][j];
+}
+
+INLINE void integer_tile(tile *to, const operand *x, int64_t row, int64_t begin, int64_t num_k, const char *weights, ahead next,
+                         const int rows, const int format) {
+    const int block = format == BATON_INT16 ? X_GROUP : GROUP;
+    const int64_t num_scales = x->padded / X_GROUP, num_sums = x->padded / GROUP;
+    const int16_t *codes_of_x = x->codes + row * x->padded + begin;
+    const float *scales = x->scales + row * num_scales + begin / X_GROUP, *sums = x->sums + row * num_sums + begin / GROUP;
+    for (int64_t k = 0; k < num_k; k += block, weights += input_bytes(block, format)) {
+        const char *codes = codes_of(weights, format);
+        vi acc[MAX_ROWS][2];
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] = (vi){0};
+        for (int i = 0; i < block; i += STEP, codes_of_x += STEP, codes += STEP * code_bytes(format)) {
+            fetch(next, k + i);
+            UNROLL for (int pair = 0; pair < STEP / 2; pair++) {
+                vi column[2];
+                UNROLL for (int j = 0; j < 2; j++) column[j] = load_codes(codes, pair, j, format);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    int32_t both;
+                    memcpy(&both, codes_of_x + r * x->padded + pair * 2, sizeof both);
+                    UNROLL for (int j = 0; j < 2; j++) add_products(&acc[r][j], column[j], (vi){0} + both);
                 }
             }
         }
-    } else {
-        UNROLL_LOOP for (long k = 0; k < num_k; k++, weights += panel_bytes(1, format)) {
-            vf column[4];
-            __builtin_prefetch(next.at + k * next.pace);
-            load_columns(weights, column, first, width, format);
-            multiply_add(acc, x + k, num_k, column, rows, width);
+        UNROLL for (int j = 0; j < 2; j++) {
+            vf scale = format == BATON_INT16 ? splat(1.0f) : load((const float *)weights + j * LANES);
+            vf least = format == BATON_INT4 ? load((const float *)weights + PANEL + j * LANES) : splat(0.0f);
+            UNROLL for (int r = 0; r < rows; r++) {
+                vf sum = __builtin_convertvector(acc[r][j], vf);
+                if (format != BATON_INT16) sum *= scale;
+                to->sums[r][j] += sum * scales[r * num_scales];
+                if (format == BATON_INT4) to->sums[r][j] += least * sums[r * num_sums];
+            }
         }
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < width; j++) store(y + r * y_stride + j * LANES, acc[r][j]);
-}
-
-// One panel for up to MAX_ROWS rows: in one pass for few, else half of its columns after the other.
-INLINE void direct_rows(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
-                        const int format) {
-    ahead later = {next.at + num_k * next.pace, next.pace};
-#define WHOLE(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 0, 4, format); break;
-#define HALVES(n) case n: direct_tile(x, num_k, weights, next, y, y_stride, n, 0, 2, format); \
-                          direct_tile(x, num_k, weights, later, y + 2 * LANES, y_stride, n, 2, 2, format); break;
-    switch (rows) { WHOLE(1) WHOLE(2) WHOLE(3) HALVES(4) HALVES(5) HALVES(6) }
-#undef WHOLE
-#undef HALVES
-}
-
-static void direct_panel(const float *x, long num_k, const char *weights, ahead next, float *y, long y_stride, int rows,
-                         int format) {
-#define FORMAT(f) case f: direct_rows(x, num_k, weights, next, y, y_stride, rows, f); break;
-    switch (format) { FORMAT(BATON_F32) FORMAT(BATON_BF16) FORMAT(BATON_F16) FORMAT(BATON_INT8) FORMAT(BATON_INT4) }
-#undef FORMAT
-}
-
-// Half a panel's weights of `num_k` inputs as to[num_k][2 * LANES], in float32.
-INLINE void widen_format(const char *weights, float *to, long num_k, const int first, const int format) {
-    if (is_quantized(format)) {
-        for (long k = 0; k < num_k; k += GROUP, weights += panel_bytes(GROUP, format)) {
-            decoder with = load_decoder(weights, first, 2, format);
-            for (int i = 0; i < GROUP; i += 2)
-                UNROLL for (int odd = 0; odd < 2; odd++, to += 2 * LANES) {
-                    vf column[4];
-                    decode_columns(weights, i, odd, &with, column, first, 2, format);
-                    store(to, column[0]);
-                    store(to + LANES, column[1]);
-                }
-        }
-        return;
-    }
-    for (long k = 0; k < num_k; k++, weights += panel_bytes(1, format), to += 2 * LANES) {
-        vf column[4];
-        load_columns(weights, column, first, 2, format);
-        store(to, column[0]);
-        store(to + LANES, column[1]);
+        scales += (k + block) % X_GROUP == 0;
+        sums++;
     }
 }
 
-static void widen(const char *weights, float *to, long num_k, int half, int format) {
-#define FORMAT(f) case f: if (half) widen_format(weights, to, num_k, 2, f); else widen_format(weights, to, num_k, 0, f); break;
-    switch (format) { FORMAT(BATON_F32) FORMAT(BATON_BF16) FORMAT(BATON_F16) FORMAT(BATON_INT8) FORMAT(BATON_INT4) }
-#undef FORMAT
-}
-
-INLINE void wide_tile(const float *x, long x_stride, const float *wide, long num_k, float *y, long y_stride,
-                      int is_first, const int rows) {
-    vf sums[6][4];
+// Inputs [k, k + num_k) of one panel for rows [row, row + rows), added to y where they are not the first.
+INLINE void panel_tile(const product *job, const char *panel, int64_t row, int64_t k, int64_t num_k, ahead next, float *y,
+                             int64_t y_stride, const int rows, const int format) {
+    tile sums;
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < 2; j++) sums[r][j] = is_first ? (vf){0} : load(y + r * y_stride + j * LANES);
-    multiply_tile(x, x_stride, wide, 2 * LANES, num_k, sums, rows, 2);
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < 2; j++) store(y + r * y_stride + j * LANES, sums[r][j]);
-}
-
-// Rows go through register tiles of about equal size: a last one of a row or two would leave the multipliers idle.
-static void wide_rows(const float *x, long x_stride, const float *wide, long num_k, float *y, long y_stride,
-                      int is_first, int64_t num_rows) {
-    int64_t tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS, size = num_rows / tiles, larger = num_rows % tiles;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        int64_t rows = size + (tile < larger);
-#define TILE(n) case n: wide_tile(x, x_stride, wide, num_k, y, y_stride, is_first, n); break;
-        switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
-#undef TILE
-        x += rows * x_stride;
-        y += rows * y_stride;
+        UNROLL for (int j = 0; j < 2; j++) sums.sums[r][j] = k ? load(y + r * y_stride + j * LANES) : splat(0.0f);
+    const char *weights = panel + head_bytes(format) + input_bytes(k, format);
+    int64_t num_inputs = job->linear->num_inputs;
+    if (is_float(format)) float_tile(&sums, job->x.floats + row * num_inputs + k, num_inputs, num_k, weights, next, rows, format);
+    else integer_tile(&sums, &job->x, row, k, num_k, weights, next, rows, format);
+    int is_scaled = format == BATON_INT16 && k + num_k >= num_inputs;
+    UNROLL for (int j = 0; j < 2; j++) {
+        vf scale = is_scaled ? load((const float *)panel + j * LANES) : splat(1.0f);
+        UNROLL for (int r = 0; r < rows; r++) store(y + r * y_stride + j * LANES, sums.sums[r][j] * scale);
     }
 }
 
@@ -126,102 +167,83 @@ static int64_t even_part(int64_t n, int64_t limit) {
     return (n + parts - 1) / parts;
 }
 
-typedef struct {
-    const baton_linear *linear;
-    const float *x;
-    float *y;
-    int64_t num_rows;
-    int64_t panels_at_once;
-    atomic_long next;
-} product;
-
-// The panel's columns of y, or a stand-in where y ends inside the panel.
-typedef struct {
-    float *y;
-    long stride;
-    int64_t columns;
-} target;
-
-static target target_of(const product *job, int64_t first_row, int64_t panel, float *stand_in) {
-    int64_t columns = job->linear->num_outputs - panel * PANEL;
-    if (columns < PANEL) return (target){stand_in, PANEL, columns};
-    return (target){job->y + first_row * job->linear->num_outputs + panel * PANEL, job->linear->num_outputs, PANEL};
-}
-
-static void finish(const product *job, target to, int64_t first_row, int64_t num_rows, int64_t panel) {
-    const baton_linear *linear = job->linear;
-    if (to.columns == PANEL && !linear->bias) return;
-    for (int64_t r = 0; r < num_rows; r++) {
-        float *y = job->y + (first_row + r) * linear->num_outputs + panel * PANEL;
-        for (int64_t i = 0; i < to.columns; i++)
-            y[i] = to.y[r * to.stride + i] + (linear->bias ? linear->bias[panel * PANEL + i] : 0.0f);
-    }
-}
-
-static void few_rows(const product *job, int64_t begin, int64_t end, float *stand_in) {
-    const baton_linear *linear = job->linear;
-    int64_t num_k = linear->num_inputs, bytes = panel_bytes(num_k, linear->format);
-    int64_t part = even_part(job->num_rows, MAX_ROWS);
+// The same for all rows, in tiles of about equal size: a last one of a row or two would leave the multipliers idle.
+INLINE void panel_rows(const product *job, int64_t number, int64_t k, int64_t num_k, float *y, int64_t y_stride, const int format) {
+    int64_t bytes = panel_bytes(job->linear->num_inputs, format);
+    const char *panel = (const char *)job->linear->weights + number * bytes;
+    int64_t tiles = (job->num_rows + MAX_ROWS - 1) / MAX_ROWS, size = job->num_rows / tiles, larger = job->num_rows % tiles;
     // A single pass reads memory itself. Several passes find their panel in the cache, and share in fetching the next one.
-    int64_t passes = (job->num_rows + part - 1) / part * (part > 3 ? 2 : 1);
-    ahead next = {.pace = bytes / num_k / passes};
-    for (int64_t panel = begin; panel < end; panel++) {
-        const char *weights = (const char *)linear->weights + panel * bytes;
-        target to = target_of(job, 0, panel, stand_in);
-        next.at = weights + (passes == 1 ? FETCH_AHEAD : bytes);
-        for (int64_t row = 0; row < job->num_rows; row += part) {
-            int64_t rows = job->num_rows - row < part ? job->num_rows - row : part;
-            direct_panel(job->x + row * num_k, num_k, weights, next, to.y + row * to.stride, to.stride, (int)rows, linear->format);
-            next.at += num_k * next.pace * (part > 3 ? 2 : 1);
-        }
-        finish(job, to, 0, job->num_rows, panel);
+    ahead next = {.pace = (input_bytes(GROUP, format) / GROUP + tiles - 1) / tiles};
+    next.at = panel + input_bytes(k, format) + (tiles == 1 ? FETCH_AHEAD : bytes);
+    for (int64_t tile = 0, row = 0, rows; tile < tiles; tile++, row += rows, next.at += num_k * next.pace) {
+        rows = size + (tile < larger);
+#define TILE(n) case n: panel_tile(job, panel, row, k, num_k, next, y + row * y_stride, y_stride, n, format); break;
+        switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
     }
 }
 
-static void many_rows(const product *job, int64_t first_row, int64_t num_rows, int64_t begin, int64_t end,
-                      float *wide, float *stand_in) {
+static void multiply_panel(const product *job, int64_t panel, int64_t k, int64_t num_k, float *stand_in) {
     const baton_linear *linear = job->linear;
-    int64_t num_k = linear->num_inputs, bytes = panel_bytes(num_k, linear->format);
-    int64_t part = (even_part(num_k, BLOCK_INPUTS) + GROUP - 1) / GROUP * GROUP;
-    for (int64_t k = 0; k < num_k; k += part) {
-        int64_t inputs = num_k - k < part ? num_k - k : part;
-        for (int64_t panel = begin; panel < end; panel++) {
-            target to = target_of(job, first_row, panel, stand_in);
-            const char *weights = (const char *)linear->weights + panel * bytes + panel_bytes(k, linear->format);
-            for (int half = 0; half < 2; half++) {
-                widen(weights, wide, inputs, half, linear->format);
-                wide_rows(job->x + first_row * num_k + k, num_k, wide, inputs, to.y + half * 2 * LANES, to.stride, k == 0,
-                          num_rows);
-            }
-            if (k + inputs == num_k) finish(job, to, first_row, num_rows, panel);
-        }
+    int64_t columns = linear->num_outputs - panel * PANEL, stride = linear->num_outputs;
+    float *y = job->y + panel * PANEL, *target = y;
+    if (columns >= PANEL) {
+        columns = PANEL;
+    } else {
+        target = stand_in;  // where y ends inside the panel
+        stride = PANEL;
     }
+#define FORMAT(f) case f: panel_rows(job, panel, k, num_k, target, stride, f); break;
+    switch (linear->format) {
+        FORMAT(BATON_F32) FORMAT(BATON_BF16) FORMAT(BATON_F16)
+        FORMAT(BATON_INT16) FORMAT(BATON_INT8) FORMAT(BATON_INT4)
+    }
+#undef FORMAT
+    if (k + num_k < linear->num_inputs || (target == y && !linear->bias)) return;
+    for (int64_t r = 0; r < job->num_rows; r++)
+        for (int64_t i = 0; i < columns; i++)
+            y[r * linear->num_outputs + i] = target[r * stride + i] + (linear->bias ? linear->bias[panel * PANEL + i] : 0.0f);
 }
-
-static int64_t num_panels(const baton_linear *linear) { return (linear->num_outputs + PANEL - 1) / PANEL; }
 
 static void multiply_panels(void *arg, void *scratch) {
     product *job = arg;
-    float *wide = scratch, *stand_in = wide + BLOCK_INPUTS * 2 * LANES;  // the last panel alone uses the stand-in
-    int is_direct = job->num_rows <= (is_quantized(job->linear->format) ? MAX_DECODED_ROWS : MAX_DIRECT_ROWS);
-    int64_t begin, end;
-    while (baton_take(&job->next, num_panels(job->linear), job->panels_at_once, &begin, &end)) {
-        if (is_direct) {
-            few_rows(job, begin, end, stand_in);
-            continue;
-        }
-        int64_t part = even_part(job->num_rows, MAX_BLOCK_ROWS);
-        for (int64_t row = 0; row < job->num_rows; row += part)
-            many_rows(job, row, job->num_rows - row < part ? job->num_rows - row : part, begin, end, wide, stand_in);
-    }
+    int64_t num_panels = (job->linear->num_outputs + PANEL - 1) / PANEL, num_k = stored_inputs(job->linear->num_inputs, job->linear->format);
+    for (int64_t begin, end; baton_take(&job->next, num_panels, job->panels_at_once, &begin, &end);)
+        for (int64_t k = 0; k < num_k; k += job->part)
+            for (int64_t panel = begin; panel < end; panel++)
+                multiply_panel(job, panel, k, job->part < num_k - k ? job->part : num_k - k, scratch);
 }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias.
-void baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
-    if (num_rows == 0) return;
-    int64_t panels = num_panels(linear), workers = baton_pool_size(pool);
+// The operand's integers in memory of the pool's; false: there is none.
+static int encode(baton_pool *pool, const float *x, int64_t num_rows, int64_t num_inputs, operand *to) {
+    to->padded = padded_inputs(num_inputs);
+    int64_t num_scales = to->padded / X_GROUP, num_sums = to->padded / GROUP;
+    float *memory = baton_pool_memory(pool, num_rows * (to->padded * 2 + (num_scales + num_sums) * 4));
+    if (!memory) return 0;
+    to->scales = memory;
+    to->sums = to->scales + num_rows * num_scales;
+    to->codes = (int16_t *)(to->sums + num_rows * num_sums);
+    encoding job = {x, to, num_rows, num_inputs, 0};
+    baton_run(pool, encode_rows, &job, num_rows / 8);
+    return 1;
+}
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias. Returns 0, or -1 when there is no memory for x as integers.
+int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
+    int64_t panels = (linear->num_outputs + PANEL - 1) / PANEL, workers = baton_pool_size(pool);
     // Several pieces each, so that one that comes late or is slowed down does less of them.
     int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);
-    product job = {linear, x, y, num_rows, at_once, 0};
-    baton_run(pool, multiply_panels, &job, (panels + at_once - 1) / at_once);
+    int64_t block = num_rows ? even_part(num_rows, MAX_BLOCK_ROWS) : 1;
+    for (int64_t row = 0; row < num_rows; row += block) {
+        product job = {.linear = linear, .y = y + row * linear->num_outputs, .panels_at_once = at_once};
+        const float *rows = x + row * linear->num_inputs;
+        job.num_rows = block < num_rows - row ? block : num_rows - row;
+        if (is_float(linear->format)) job.x = (operand){.floats = rows, .padded = linear->num_inputs};
+        else if (!encode(pool, rows, job.num_rows, linear->num_inputs, &job.x)) return -1;
+        // A single tile passes once, so nothing has to stay in the cache for the next.
+        int64_t num_k = job.x.padded, limit = MAX_PART_BYTES * GROUP / input_bytes(GROUP, linear->format);
+        job.part = job.num_rows <= MAX_ROWS ? num_k : (even_part(num_k, limit) + X_GROUP - 1) / X_GROUP * X_GROUP;
+        baton_run(pool, multiply_panels, &job, (panels + at_once - 1) / at_once);
+    }
+    return 0;
 }

@@ -11,14 +11,15 @@ from torch import Tensor
 from kernels.native.library import BatchStruct, LinearStruct, ModelStruct, load_library
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FORMAT_CODES = {"int8": 3, "int4": 4}
+FORMAT_CODES = {"int8": 3, "int4": 4, "int16": 5}
 GROUP_INPUTS = 32  # that share a scale when quantised
 
 Quantization = Literal["int8", "int4"]
+Integers = Literal["int16", "int8", "int4"]
 
 
 class PackedLinear:
-    """Weights [out, in] in the order the library reads them, in their own precision or quantised, and a float32 bias."""
+    """Weights [out, in] in the order the library reads them, in their own precision or as integers, and a float32 bias."""
 
     def __init__(self, struct: LinearStruct, memory: Tensor, bias: Tensor | None) -> None:
         """Keep together what `NativeOps.pack` made."""
@@ -49,29 +50,32 @@ class NativeOps:
             self._library.baton_pool_destroy(self._pool)
 
     def pack(
-        self, parts: Sequence[Tensor], bias: Tensor | None = None, quantization: Quantization | None = None
+        self, parts: Sequence[Tensor], bias: Tensor | None = None, integers: Integers | None = None
     ) -> PackedLinear:
         """Prepare the weights of one product; the parts are not needed afterwards.
 
         Args:
             parts: [out_i, in] each, of one dtype: stacked one below the other.
             bias: [sum of out_i], any dtype, or None.
-            quantization: int8: 8 bits a weight and a scale for each 32 inputs of an output, as GGUF's Q8_0; int4: 4 bits,
-                a scale and a minimum, as Q4_1. None: the parts' own precision.
+            integers: multiply in integers, the rows with 14 bits; of the weights int16 keeps 13 bits and a scale for each
+                output; int8 keeps 8 and a scale for each 32 inputs of an output, as GGUF's Q8_0; int4 keeps 4, a scale and
+                a minimum, as Q4_1. None: keep the parts' own precision and multiply in float32.
         Raises:
-            ValueError: quantised weights with a number of inputs that is not a multiple of 32.
+            ValueError: int8 or int4 weights with a number of inputs that is not a multiple of 32.
+            MemoryError: no room for a row.
         """
         dtype, num_inputs = DTYPE_CODES[parts[0].dtype], parts[0].shape[1]
         assert all(part.dtype == parts[0].dtype and part.shape[1] == num_inputs for part in parts)
         num_outputs = sum(len(part) for part in parts)
-        if quantization is not None and num_inputs % GROUP_INPUTS:
-            raise ValueError(f"{quantization} weights with {num_inputs} inputs: must be a multiple of {GROUP_INPUTS}")
-        code = dtype if quantization is None else FORMAT_CODES[quantization]
+        if integers in ("int8", "int4") and num_inputs % GROUP_INPUTS:
+            raise ValueError(f"{integers} weights with {num_inputs} inputs: must be a multiple of {GROUP_INPUTS}")
+        code = dtype if integers is None else FORMAT_CODES[integers]
         memory = _aligned_zeros(self._library.baton_packed_bytes(num_outputs, num_inputs, code))
         row = 0
         for part in parts:
             rows = part.contiguous()
-            self._library.baton_pack(memory.data_ptr(), rows.data_ptr(), len(rows), row, num_inputs, dtype, code)
+            if self._library.baton_pack(memory.data_ptr(), rows.data_ptr(), len(rows), row, num_inputs, dtype, code):
+                raise MemoryError(f"no memory for a row of {num_inputs} weights")
             row += len(rows)
         wide_bias = None if bias is None else bias.float().contiguous()
         assert wide_bias is None or wide_bias.shape == (num_outputs,)
@@ -90,7 +94,8 @@ class NativeOps:
         assert x.shape[1] == linear.struct.num_inputs
         x = x.contiguous()
         y = torch.empty(len(x), linear.struct.num_outputs)
-        self._library.baton_multiply(self._pool, byref(linear.struct), x.data_ptr(), y.data_ptr(), len(x))
+        if self._library.baton_multiply(self._pool, byref(linear.struct), x.data_ptr(), y.data_ptr(), len(x)):
+            raise MemoryError(f"no memory for {len(x)} rows of {x.shape[1]}")
         return y
 
     def row(self, linear: PackedLinear, number: int) -> Tensor:

@@ -28,6 +28,8 @@ typedef struct {
 struct baton_pool {
     int num_workers;
     worker *workers;  // workers[0] is whoever calls
+    void *memory;     // the caller's, between tasks
+    int64_t memory_bytes;
     baton_task task;
     void *job;
     atomic_ulong round;  // of the task; changed under `lock`
@@ -100,8 +102,19 @@ void baton_pool_destroy(baton_pool *pool) {
     }
     pthread_cond_destroy(&pool->begun);
     pthread_mutex_destroy(&pool->lock);
+    free(pool->memory);
     free(pool->workers);
     free(pool);
+}
+
+// At least so many bytes, the caller's until the next call of this; null: there are not so many.
+void *baton_pool_memory(baton_pool *pool, int64_t bytes) {
+    if (bytes > pool->memory_bytes) {
+        free(pool->memory);
+        if (posix_memalign(&pool->memory, 64, (size_t)bytes)) pool->memory = NULL;
+        pool->memory_bytes = pool->memory ? bytes : 0;
+    }
+    return pool->memory;
 }
 
 int baton_pool_size(const baton_pool *pool) { return pool->num_workers; }

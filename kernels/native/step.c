@@ -24,7 +24,7 @@ static void embed_rows(void *arg, void *scratch) {
                          job->hidden + token * job->model->hidden_size);
 }
 
-// Returns 0, or -1 when there is no memory for the activations.
+// Returns 0, or not when there is no memory for the activations.
 int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *hidden) {
     int64_t n = batch->num_tokens, size = model->hidden_size, inter = model->intermediate_size;
     int64_t block = min64(n, BLOCK_ROWS), q_size = model->num_heads * model->head_dim;
@@ -37,27 +37,28 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
 
     embedding_job embedding = {model, batch, hidden, 0};
     baton_run(pool, embed_rows, &embedding, n >= 16 ? n : 1);
+    int failed = 0;
     for (int64_t number = 0; number < model->num_layers; number++) {
         const baton_layer *layer = &model->layers[number];
         for (int64_t row = 0; row < n; row += block) {
             int64_t rows = min64(block, n - row);
             baton_rms_norm(pool, hidden + row * size, NULL, layer->input_norm, model->norm_eps, normed, rows, size, BATON_F32);
-            baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows);
+            failed |= baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows);
         }
         baton_attend(pool, model, batch, number, qkv, attended, BATON_F32);
         for (int64_t row = 0; row < n; row += block) {
             int64_t rows = min64(block, n - row);
             float *x = hidden + row * size;
-            baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows);
+            failed |= baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows);
             baton_rms_norm(pool, x, delta, layer->post_norm, model->norm_eps, normed, rows, size, BATON_F32);
-            baton_multiply(pool, &layer->gate_up, normed, gate_up, rows);
+            failed |= baton_multiply(pool, &layer->gate_up, normed, gate_up, rows);
             baton_silu_mul(pool, gate_up, gated, rows, inter, BATON_F32);
-            baton_multiply(pool, &layer->down, gated, delta, rows);
+            failed |= baton_multiply(pool, &layer->down, gated, delta, rows);
             baton_rms_norm(pool, x, delta, NULL, model->norm_eps, NULL, rows, size, BATON_F32);
         }
     }
     free(memory);
-    return 0;
+    return failed;
 }
 
 // logits[num_rows, num_outputs of the head] of rows of what `baton_forward` gave. Returns as that does.
@@ -66,7 +67,7 @@ int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden
     if (posix_memalign((void **)&normed, 64, (size_t)(num_rows * model->hidden_size) * sizeof *normed)) return -1;
     memcpy(normed, hidden, (size_t)(num_rows * model->hidden_size) * sizeof *normed);
     baton_rms_norm(pool, normed, NULL, model->final_norm, model->norm_eps, normed, num_rows, model->hidden_size, BATON_F32);
-    baton_multiply(pool, &model->head, normed, logits, num_rows);
+    int failed = baton_multiply(pool, &model->head, normed, logits, num_rows);
     free(normed);
-    return 0;
+    return failed;
 }

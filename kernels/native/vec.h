@@ -24,11 +24,18 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // at any address
+typedef int16_t vh __attribute__((vector_size(4 * LANES)));  // two in each word
+typedef int16_t vn __attribute__((vector_size(2 * LANES)));
+typedef int16_t vn_any __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(2 * LANES)));
+typedef int8_t vb_any __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
 INLINE void store(float *p, vf v) { *(vf_any *)p = v; }
 INLINE vu load_words(const void *p) { return *(const vu_any *)p; }
+INLINE vi load_bytes(const void *p) { return (vi)__builtin_convertvector((vb)*(const vb_any *)p, vh); }  // widened to 16 bits
+INLINE void store_halves(int16_t *p, vi v) { *(vn_any *)p = __builtin_convertvector(v, vn); }  // of words that fit 16 bits
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
@@ -74,9 +81,25 @@ INLINE vf max_lanes(vf v) {
     return v;
 }
 
+enum { ROUND = 0x4b400000 };  // 1.5 * 2^23 as a float: adding it leaves the nearest integer in the low bits
+
+// The nearest integer, ties to even, of numbers below 2^22.
+INLINE vi round_lanes(vf x) { return (vi)(x + 12582912.0f) - ROUND; }
+
+// sum += a * b, summed over the two 16-bit numbers in each word. Written out for x86: compilers make all products first
+// and the sums afterwards, and run out of registers.
+INLINE void add_products(vi *sum, vi a, vi b) {
+#if defined(__AVX2__)
+    vi products;
+    __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(*sum), "=&v"(products) : "v"(a), "v"(b));
+#else
+    *sum += ((vi)((vu)a << 16) >> 16) * ((vi)((vu)b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 // 2 to the power x, relative error below 2e-7; exactly 0 below -126 (so for -inf), NaN for NaN.
 INLINE vf exp2_lanes(vf x) {
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    const float round = 12582912.0f;
     vf inside = pick(x < -126.0f, splat(-126.0f), pick(x > 127.0f, splat(127.0f), x));
     vf shifted = inside + round;
     vf f = inside - (shifted - round);  // [-0.5, 0.5]
