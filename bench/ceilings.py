@@ -48,8 +48,14 @@ class Costs:
 
     def __init__(self, config: ModelConfig, weight_bytes: int, kv_bytes: int) -> None:
         shapes = expected_shapes(config)
-        layers = [shape for name, shape in shapes.items() if name.startswith("model.layers.")]
-        self._layer_weights = sum(shape[0] * shape[1] for shape in layers if len(shape) == 2)
+        weights = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
+        layers = {name: size for name, size in weights.items() if name.startswith("model.layers.")}
+        self._layer_weights = sum(layers.values())
+        # What comes after attention in the last layer, only rows that get logits need.
+        last = f"model.layers.{config.num_layers - 1}."
+        self._late_weights = sum(
+            size for name, size in layers.items() if name.startswith((f"{last}self_attn.o_proj", f"{last}mlp."))
+        )
         self._head_weights = config.vocab_size * config.hidden_size
         self._weight_bytes = weight_bytes
         self._layer_kv_bytes = 2 * config.num_kv_heads * config.head_dim * kv_bytes
@@ -65,7 +71,8 @@ class Costs:
         """
         weights = self._layer_weights + (self._head_weights if num_sampled else 0)
         read_bytes = weights * self._weight_bytes + sum(self._kv_bytes(context) for context in contexts)
-        return Work(2.0 * (num_rows * self._layer_weights + num_sampled * self._head_weights), float(read_bytes))
+        early, late = self._layer_weights - self._late_weights, self._late_weights + self._head_weights
+        return Work(2.0 * (num_rows * early + num_sampled * late), float(read_bytes))
 
     def _kv_bytes(self, context: int) -> int:
         tokens = sum(min(context, window or context) for window in self._windows)

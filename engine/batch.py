@@ -27,6 +27,7 @@ class Batch:
     prompt_lens: Ints  # [s] of each sequence
     tables: Ints  # blocks of each sequence up to its newest token, one sequence after the other
     first_blocks: Ints  # [s + 1] where each sequence's blocks begin in `tables`
+    outputs: Ints  # [m] rows of the n that get logits, ascending; of the others only the KV is needed
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +57,7 @@ def build_batch(chunks: Seq[Chunk], block_tokens: int) -> Batch:
         chunks: those of a single token first; at least one.
         block_tokens: tokens in one block.
     """
-    token_ids, tables = array("i"), array("i")
+    token_ids, tables, outputs = array("i"), array("i"), array("i")
     first_rows, first_blocks = array("i", (0,)), array("i", (0,))
     for chunk in chunks:
         sequence = chunk.sequence
@@ -68,6 +69,7 @@ def build_batch(chunks: Seq[Chunk], block_tokens: int) -> Batch:
         tables.extend(sequence.block_table[:num_blocks])
         first_rows.append(len(token_ids))
         first_blocks.append(len(tables))
+        outputs.extend(range(len(token_ids) - chunk.num_outputs, len(token_ids)))
     return Batch(
         token_ids=_ints(token_ids),
         num_decodes=sum(chunk.num_tokens == 1 for chunk in chunks),
@@ -76,6 +78,7 @@ def build_batch(chunks: Seq[Chunk], block_tokens: int) -> Batch:
         prompt_lens=_ints(len(chunk.sequence.spec.prompt) for chunk in chunks),
         tables=_ints(tables),
         first_blocks=_ints(first_blocks),
+        outputs=_ints(outputs),
     )
 
 
@@ -98,7 +101,7 @@ class Decoder(Protocol):
             batch: the tokens; the KV of all tokens before them is in the cache.
             cache: [num_blocks, layers, 2, kv_heads, block_tokens, dim], in the model's dtype.
         Returns:
-            [n, hidden]: each token's hidden row after the last layer, not normalised.
+            [m, hidden]: the hidden rows of `batch.outputs` after the last layer, not normalised.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Model:
             hidden = hidden + layer.o(attended.flatten(1))
             gate_up = layer.gate_up(rms_norm(hidden, layer.post_norm, eps))
             hidden = hidden + layer.down(silu_mul(gate_up))
-        return hidden
+        return hidden[self._tensor(batch.outputs)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token scores; see `Decoder`."""

@@ -90,6 +90,8 @@ class _Frame:
             cache=cache.data_ptr(),
             block_tokens=block_tokens,
             cache_dtype=DTYPE_CODES[cache.dtype],
+            num_outputs=len(batch.outputs),
+            outputs=batch.outputs.ctypes.data,
         )
         return struct, (batch, cos, sin, cache)
 
@@ -184,6 +186,9 @@ class MixedModel:
         for number, (qkv, o, gate_up, down) in enumerate(self._layers):
             normed = self._norm(f"model.layers.{number}.input_layernorm.weight", hidden, delta)
             attended = ops.attend(frame.struct, struct, number, qkv(normed))
+            if number == len(self._layers) - 1:
+                rows = torch.tensor(batch.outputs).long()
+                hidden, attended = hidden[rows], attended[rows]
             normed = self._norm(f"model.layers.{number}.post_attention_layernorm.weight", hidden, o(attended))
             delta = down(ops.silu_mul(gate_up(normed)))
         assert delta is not None, "a model has a layer"

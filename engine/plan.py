@@ -19,6 +19,16 @@ class Chunk(NamedTuple):
         """Whether this chunk reaches the newest known token, so that its last row gives the next one."""
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether its tokens' log-probabilities are asked for: not when a preempted sequence is computed again."""
+        return self.sequence.spec.sampling.prompt_logprobs is not None and self.sequence.num_output_tokens == 0
+
+    @property
+    def num_outputs(self) -> int:
+        """How many of its rows, the last ones, get logits."""
+        return self.num_tokens if self.owes_prompt_logprobs else int(self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

@@ -56,7 +56,7 @@ class TorchRunner:
         hidden = self._model.forward(build_batch(order, self._block_tokens), self._cache)
         ends, row = {}, 0
         for chunk in order:
-            row += chunk.num_tokens
+            row += chunk.num_outputs
             ends[chunk.sequence.spec.sequence_id] = row
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         sampled: Iterator[Sampled] = iter(())
@@ -67,8 +67,7 @@ class TorchRunner:
         results = []
         for chunk in plan.chunks:
             result = next(sampled) if chunk.samples else Sampled(None)
-            owes_logprobs = chunk.sequence.spec.sampling.prompt_logprobs is not None
-            if owes_logprobs and chunk.sequence.num_output_tokens == 0 and not result.error:
+            if chunk.owes_prompt_logprobs and not result.error:
                 end = ends[chunk.sequence.spec.sequence_id]
                 result = self._with_prompt_logprobs(result, chunk, hidden[end - chunk.num_tokens : end])
             results.append(result)

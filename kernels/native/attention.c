@@ -364,18 +364,31 @@ static int64_t tile_queries(const baton_model *model) {
     return max64(1, min64(SPAN, MAX_TILE_ROWS / (model->num_heads / model->num_kv_heads)));
 }
 
+// Whether any token of [begin, end) is an output.
+static int has_output(const baton_batch *batch, int64_t begin, int64_t end) {
+    int64_t low = 0, high = batch->num_outputs;  // the first output from `begin` on lies between them
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (batch->outputs[middle] < begin) low = middle + 1;
+        else high = middle;
+    }
+    return low < batch->num_outputs && batch->outputs[low] < end;
+}
+
 static void attend_tiles(void *arg, void *scratch) {
     attention *job = arg;
     const baton_batch *batch = job->batch;
     int64_t num_kv_heads = job->model->num_kv_heads, step = tile_queries(job->model);
     int64_t tile = 0, mine = atomic_fetch_add(&job->next, 1);
+    int is_last = job->layer == job->model->num_layers - 1;  // whose other rows nothing depends on
     for (int64_t sequence = 0; sequence < batch->num_sequences; sequence++) {
         int64_t start = batch->start[sequence];
         int64_t stop = start + batch->first_row[sequence + 1] - batch->first_row[sequence];
         for (int64_t begin = start; begin < stop; begin = min64(stop, (begin / step + 1) * step))
             for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++, tile++) {
                 if (tile != mine) continue;
-                attend_tile(job, sequence, kv_head, begin, min64(stop, (begin / step + 1) * step), scratch);
+                int64_t end = min64(stop, (begin / step + 1) * step), token = batch->first_row[sequence] - start;
+                if (!is_last || has_output(batch, token + begin, token + end)) attend_tile(job, sequence, kv_head, begin, end, scratch);
                 mine = atomic_fetch_add(&job->next, 1);
             }
     }

@@ -54,6 +54,8 @@ typedef struct {
     void *cache;  // [blocks, layers, 2, kv_heads, block_tokens, head_dim]
     int64_t block_tokens;
     int32_t cache_dtype;
+    int64_t num_outputs;
+    const int32_t *outputs;  // [num_outputs] tokens whose hidden rows are wanted, ascending; of the others only the KV is
 } baton_batch;
 
 // pool.c
@@ -96,5 +98,5 @@ void baton_attend(baton_pool *pool, const baton_model *model, const baton_batch 
 void baton_weigh(const float *row, int64_t n, float best, float scale, float *weights, float *sums);
 
 // step.c
-int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *hidden);
+int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *outputs);
 int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits);

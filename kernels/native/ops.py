@@ -161,7 +161,7 @@ class NativeOps:
             layer: which one.
             qkv: [n, (heads + 2 kv_heads) * dim], as projected; overwritten.
         Returns:
-            [n, heads * dim] in qkv's dtype.
+            [n, heads * dim] in qkv's dtype; in the model's last layer rows that are no outputs mean nothing.
         """
         width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         assert qkv.is_contiguous()
@@ -177,11 +177,11 @@ class NativeOps:
         """All layers of one step, in one call.
 
         Returns:
-            [n, hidden] float32: each token's hidden row after the last layer, not normalised.
+            [num_outputs, hidden] float32: the hidden rows of the outputs after the last layer, not normalised.
         Raises:
             MemoryError: no room for the activations.
         """
-        hidden = torch.empty(batch.num_tokens, model.hidden_size)
+        hidden = torch.empty(batch.num_outputs, model.hidden_size)
         if self._library.baton_forward(self._pool, byref(model), byref(batch), hidden.data_ptr()):
             raise MemoryError(f"no memory for the activations of {batch.num_tokens} tokens")
         return hidden

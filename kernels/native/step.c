@@ -24,15 +24,20 @@ static void embed_rows(void *arg, void *scratch) {
                          job->hidden + token * job->model->hidden_size);
 }
 
-// Returns 0, or not when there is no memory for the activations.
-int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *hidden) {
+// Moves those rows, in ascending order, to the front.
+static void keep_rows(float *rows, int64_t size, const int32_t *kept, int64_t num_kept) {
+    for (int64_t i = 0; i < num_kept; i++) memmove(rows + i * size, rows + kept[i] * size, (size_t)size * sizeof *rows);
+}
+
+// Leaves the hidden rows of the batch's outputs in `outputs`. Returns 0, or not when there is no memory for the activations.
+int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *outputs) {
     int64_t n = batch->num_tokens, size = model->hidden_size, inter = model->intermediate_size;
     int64_t block = min64(n, BLOCK_ROWS), q_size = model->num_heads * model->head_dim;
     int64_t qkv_size = q_size + 2 * model->num_kv_heads * model->head_dim;
     float *memory = NULL;
-    int64_t floats = n * (qkv_size + q_size) + block * (2 * size + 3 * inter);
+    int64_t floats = n * (size + qkv_size + q_size) + block * (2 * size + 3 * inter);
     if (posix_memalign((void **)&memory, 64, (size_t)floats * sizeof *memory)) return -1;
-    float *qkv = memory, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
+    float *hidden = memory, *qkv = hidden + n * size, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
     float *delta = normed + block * size, *gate_up = delta + block * size, *gated = gate_up + block * 2 * inter;
 
     embedding_job embedding = {model, batch, hidden, 0};
@@ -46,6 +51,12 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
             failed |= baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows);
         }
         baton_attend(pool, model, batch, number, qkv, attended, BATON_F32);
+        if (number == model->num_layers - 1) {
+            // From here on nobody needs the others.
+            n = batch->num_outputs;
+            keep_rows(hidden, size, batch->outputs, n);
+            keep_rows(attended, q_size, batch->outputs, n);
+        }
         for (int64_t row = 0; row < n; row += block) {
             int64_t rows = min64(block, n - row);
             float *x = hidden + row * size;
@@ -57,6 +68,7 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
             baton_rms_norm(pool, x, delta, NULL, model->norm_eps, NULL, rows, size, BATON_F32);
         }
     }
+    memcpy(outputs, hidden, (size_t)(n * size) * sizeof *outputs);
     free(memory);
     return failed;
 }

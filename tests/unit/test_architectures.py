@@ -131,8 +131,8 @@ def load(backend: str, folder: Path, dtype: torch.dtype = torch.float32) -> Deco
         return Model(config, reader, torch.device("cpu"))
 
 
-def new_sequence(prompt: list[int], table: tuple[int, ...]) -> Sequence:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, seed=0)
+def new_sequence(prompt: list[int], table: tuple[int, ...], prompt_logprobs: int | None = None) -> Sequence:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, seed=0, prompt_logprobs=prompt_logprobs)
     return Sequence(
         SequenceSpec(sequence_id="s", prompt=tuple(prompt), sampling=sampling, eos_token_ids=(), block_table=table)
     )
@@ -140,7 +140,7 @@ def new_sequence(prompt: list[int], table: tuple[int, ...]) -> Sequence:
 
 def chunked_logits(model: Decoder, cache: KVCache, prompt: list[int], cuts: list[int]) -> torch.Tensor:
     """Logits of every prompt token, the prompt cut into pieces of these lengths (the last one takes the rest)."""
-    sequence = new_sequence(prompt, shuffled_table(cache.num_blocks, len(prompt), seed=len(cuts)))
+    sequence = new_sequence(prompt, shuffled_table(cache.num_blocks, len(prompt), seed=len(cuts)), prompt_logprobs=0)
     rows: list[torch.Tensor] = []
     while sequence.num_uncomputed_tokens:
         length = min(cuts[0] if len(cuts) == 1 else cuts.pop(0), sequence.num_uncomputed_tokens)
@@ -223,5 +223,6 @@ def test_a_bfloat16_model_rounds_no_worse_than_transformers(backend: str, tmp_pa
     cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "bfloat16"), 40, torch.device("cpu"))
     with torch.inference_mode():
         ours = chunked_logits(model, cache, prompt, [8])
-    assert (ours - exact).norm() < 1.1 * (theirs - exact).norm()
+    # The native library's integers lose next to nothing; what is left is the KV's rounding.
+    assert (ours - exact).norm() < (0.5 if backend == "native" else 1.1) * (theirs - exact).norm()
     assert (ours - exact).norm() < 0.05 * exact.norm()

@@ -150,11 +150,13 @@ class Attention:
             "first_row": np.cumsum([0] + [p.num_tokens for p in parts], dtype=np.int32),
             "start": np.array([p.start for p in parts], dtype=np.int32),
             "tables": np.array([block for p in parts for block in p.table], dtype=np.int32),
+            "outputs": np.arange(len(qkv), dtype=np.int32),
             "first_block": np.cumsum([0] + [len(p.table) for p in parts], dtype=np.int32),
         }
         batch = BatchStruct(
             num_tokens=len(qkv),
             num_sequences=len(parts),
+            num_outputs=len(qkv),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             cache=self.cache.data_ptr(),
