@@ -110,5 +110,5 @@ class Decoder(Protocol):
         Args:
             hidden: [n, hidden], rows of what `forward` returned.
         Returns:
-            [n, vocab] float32.
+            [n, vocab] float32, the caller's until the next call.
         """

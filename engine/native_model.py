@@ -76,7 +76,7 @@ class _Frame:
         assert cache.is_contiguous()
         assert cache.shape[1] == self.config.num_layers
         positions, prompt_lens = batch.positions(), batch.per_token(batch.prompt_lens)
-        cos, sin = self._rotary.angles(torch.tensor(positions).long(), torch.tensor(prompt_lens).long())
+        cos, sin = self._rotary.angles(torch.tensor(positions), torch.tensor(prompt_lens))
         struct = BatchStruct(
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,

@@ -8,25 +8,43 @@ from torch import Tensor
 from core.model_config import RopeConfig
 
 
+_ROWS = 1024  # of the table, made at once
+
+
 class RotaryEmbedding:
     """cos and sin of every token's angles. They depend on the token alone, never on how a prompt is cut."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self._config = config
         self._inv_freq = _inverse_frequencies(config).to(device)
+        empty = torch.empty(0, len(self._inv_freq), device=device)
+        self._table: tuple[Tensor, ...] = (
+            empty,
+            empty,
+        )  # cos and sin of the positions met so far, where only the position counts
 
     def angles(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what `kernels.rope` takes.
 
         Args:
-            positions: [n] int64, each token's position.
-            prompt_lens: [n] int64, the prompt length of each token's sequence; only dynamic scaling looks at it.
+            positions: [n] int32 or int64, each token's position; at least one.
+            prompt_lens: [n] of the same, the prompt length of each token's sequence; only dynamic scaling looks at it.
         Returns:
             cos and sin, [n, rotary_dim / 2] float32 each.
         """
-        inv_freq = self._inv_freq
         if self._config.kind == "dynamic":
-            inv_freq = self._dynamic(torch.maximum(prompt_lens, positions + 1))
+            return self._of(positions, self._dynamic(torch.maximum(prompt_lens, positions + 1)))
+        known, longest = len(self._table[0]), int(positions.max()) + 1
+        if known < longest:
+            starts = range(known, longest, _ROWS)
+            pieces = [self._of(torch.arange(at, at + _ROWS, device=positions.device), self._inv_freq) for at in starts]
+            self._table = tuple(
+                torch.cat((old, *new)) for old, new in zip(self._table, zip(*pieces, strict=True), strict=True)
+            )
+        cos, sin = self._table
+        return cos[positions], sin[positions]
+
+    def _of(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * inv_freq
         return angles.cos() * self._config.attention_factor, angles.sin() * self._config.attention_factor
 

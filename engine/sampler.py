@@ -76,7 +76,8 @@ def prompt_logprobs(
 
 def _needs_edit(sequence: Sequence) -> bool:
     params = sequence.spec.sampling
-    return bool(params.logit_bias) or params.has_penalties or sequence.num_output_tokens < params.min_tokens
+    is_early = params.min_tokens > 0 and sequence.num_output_tokens < params.min_tokens
+    return is_early or bool(params.logit_bias) or params.has_penalties
 
 
 def _edit(row: Row, sequence: Sequence) -> Row:

@@ -41,6 +41,7 @@ class NativeOps:
             MemoryError: no memory or threads for so many.
         """
         self._library = load_library(path)
+        self._logits = torch.empty(0, 0)  # kept: to map and clear new memory would take longer than to sample from it
         self._pool = self._library.baton_pool_create(threads)
         if not self._pool:
             raise MemoryError(f"no memory for {threads} compute threads")
@@ -192,14 +193,17 @@ class NativeOps:
         Args:
             hidden: [n, hidden] float32, rows of what `forward` returned.
         Returns:
-            [n, vocab] float32.
+            [n, vocab] float32, the caller's until the next call.
         Raises:
             MemoryError: no room for them.
         """
         assert hidden.dtype == torch.float32
         assert hidden.shape[1] == model.hidden_size
         hidden = hidden.contiguous()
-        out = torch.empty(len(hidden), model.head.num_outputs)
+        num_rows, vocab = len(hidden), model.head.num_outputs
+        if self._logits.shape[1] != vocab or len(self._logits) < num_rows:
+            self._logits = torch.empty(num_rows, vocab)
+        out = self._logits[:num_rows]
         if self._library.baton_logits(self._pool, byref(model), hidden.data_ptr(), len(hidden), out.data_ptr()):
             raise MemoryError(f"no memory for the logits of {len(hidden)} tokens")
         return out
