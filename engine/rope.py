@@ -7,7 +7,6 @@ from torch import Tensor
 
 from core.model_config import RopeConfig
 
-
 _ROWS = 1024  # of the table, made at once
 
 
