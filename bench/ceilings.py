@@ -84,13 +84,13 @@ class Ceilings:
 
     Args:
         config: the model's shape.
-        stored: the dtype of its checkpoint.
+        dtype: the engine's.
         threads: compute threads; torch's are set by whoever loaded the model.
     """
 
-    def __init__(self, config: ModelConfig, stored: torch.dtype, threads: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, threads: int) -> None:
         self._readers = _readers()
-        self._multipliers = _multipliers(config, stored, threads)
+        self._multipliers = _multipliers(config, dtype, threads)
         weights = sum(outputs * inputs for outputs, inputs in _layer_shapes(config))
         self._gemm_flops = 2.0 * GEMM_ROWS * weights
         self._seconds: dict[str, list[float]] = defaultdict(list)
@@ -135,13 +135,13 @@ def _layer_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     ]
 
 
-def _multipliers(config: ModelConfig, stored: torch.dtype, threads: int) -> dict[str, Callable[[], object]]:
+def _multipliers(config: ModelConfig, dtype: torch.dtype, threads: int) -> dict[str, Callable[[], object]]:
     shapes = _layer_shapes(config)
     weights = [torch.randn(shape) * 0.02 for shape in shapes]
     inputs = [torch.randn(GEMM_ROWS, num_inputs) for _, num_inputs in shapes]
 
-    def each(products: Sequence[Callable[[Tensor], Tensor]], dtype: torch.dtype) -> Callable[[], object]:
-        rows = [x.to(dtype) for x in inputs]
+    def each(products: Sequence[Callable[[Tensor], Tensor]], wanted: torch.dtype) -> Callable[[], object]:
+        rows = [x.to(wanted) for x in inputs]
         return lambda: [product(x) for product, x in zip(products, rows, strict=True)]
 
     ways = {
@@ -152,7 +152,7 @@ def _multipliers(config: ModelConfig, stored: torch.dtype, threads: int) -> dict
         ways["packed bfloat16"] = each([Linear(weight.bfloat16()) for weight in weights], torch.bfloat16)
     if (library := find_library()) is not None:
         ops = NativeOps(library, threads)
-        integers: Integers | None = None if stored == torch.float32 else "int16"
-        packed = [ops.pack([weight.to(stored)], None, integers) for weight in weights]
+        integers: Integers | None = None if dtype == torch.float32 else "int16"
+        packed = [ops.pack([weight.to(dtype)], None, integers) for weight in weights]
         ways["native"] = each([partial(ops.multiply, linear) for linear in packed], torch.float32)
     return ways

@@ -28,7 +28,7 @@ from engine.weights import checkpoint_dtype
 from services.cli.home import baton_home
 from services.cli.progress import progress_bars
 from services.common.models.store import ModelStore
-from services.common.options import parse_size
+from services.common.options import parse_cores, parse_size
 
 FULL: dict[str, Any] = {
     "batch": (1, 8, 32, 64),
@@ -86,10 +86,13 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_count(part) for part in text.split(","))) if text else ()
 
 
-def _cores(text: str) -> set[int]:
+def _cores(text: str) -> frozenset[int]:
+    try:
+        cores = parse_cores(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     allowed = os.sched_getaffinity(0)
-    cores = {int(part) if part.isdigit() else -1 for part in text.split(",")}
-    if not cores <= allowed:
+    if not cores or not cores <= allowed:
         raise argparse.ArgumentTypeError(f"{text!r}: want some of {','.join(map(str, sorted(allowed)))}")
     return cores
 
@@ -152,8 +155,8 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
     samples: dict[Point, list[Sample]] = {point: [] for point in points}
     _visit(points, samples, rig)
     memory = memory_row(ready, Memory.now(), num_blocks * built.layout.block_bytes)
-    stored = checkpoint_dtype(folder)
-    ceilings = Ceilings(built.config, stored, args.threads)  # after `memory`: they need some of their own
+    dtype = DTYPES[built.layout.dtype]
+    ceilings = Ceilings(built.config, dtype, args.threads)  # after `memory`: they need some of their own
     ceilings.measure()
     for number in range(1, args.rounds):
         console.print(f"round {number} of {args.rounds} done")
@@ -161,7 +164,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
         ceilings.measure()
     rig.close()
 
-    dtype = DTYPES[built.layout.dtype]
+    stored = checkpoint_dtype(folder)
     costs = Costs(built.config, weight_bytes=min(stored.itemsize, dtype.itemsize), kv_bytes=dtype.itemsize)
     sweeps = rows(samples, ceilings, costs)
     env = environment(
@@ -169,7 +172,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
         torch=torch.__version__,
         model=folder.name,
         dtype=built.layout.dtype,
-        weights=next(name for name, dtype in DTYPES.items() if dtype == stored),
+        weights=next(name for name, each in DTYPES.items() if each == stored),
         decoder=type(built.model).__name__,
         **{name: getattr(args, name) for name in ("device", "threads", "quantization", "deterministic", "rounds")},
         **{name: getattr(args, name) for name in ("block_tokens", "max_batched_tokens")},

@@ -131,7 +131,7 @@ class RouterProcess:
         """Whether nothing of any request is left."""
         router = self.router
         counts = [len(worker.inflight) for worker in router.fleet]
-        return not (router._answers or router._requests or router.num_queued or any(counts))
+        return not (router.attempts._answers or router._requests or router.num_queued or any(counts))
 
 
 @dataclass
@@ -375,7 +375,7 @@ class Stack:
     def _what_is_left(self, live: Sequence[Worker]) -> str:
         left = [f"{w.worker_id}: {list(w.host.ledger)}, {w.engine.pool.num_free} free" for w in live if w.host]
         left += [
-            f"router: {vars(p.router)['_answers']} {[dict(w.inflight) for w in p.router.fleet]}" for p in self.routers
+            f"router: {p.router.attempts._answers} {[dict(w.inflight) for w in p.router.fleet]}" for p in self.routers
         ]
         return "\n".join([*left, f"keys: {self.request_keys()}"])
 

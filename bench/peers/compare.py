@@ -103,6 +103,7 @@ def programs(args: Any) -> list[Program]:
         found.append(Program(name, shlex.split(command), args.core))
     for name, _, url in (given.partition("=") for given in args.server):
         client = [sys.executable, "-m", "bench.peers.openai_stream", url, "--model", args.model]
+        client += shlex.split(args.server_options)
         found.append(Program(name, client, args.client_core))
     return found
 
@@ -112,6 +113,7 @@ def main() -> None:
     args_parser.add_argument("--command", action="append", default=[], metavar="NAME=COMMAND")
     args_parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
     args_parser.add_argument("--model", default="m", help="the name the servers serve it under")
+    args_parser.add_argument("--server-options", default="", help="of openai_stream, e.g. '--batch 1 --prompt 512'")
     args_parser.add_argument("--subject", default="baton", help="whose medians are divided by the others'")
     args_parser.add_argument("--rounds", type=int, default=3)
     args_parser.add_argument("--core", type=int, default=1, help="where commands run")

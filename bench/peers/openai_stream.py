@@ -119,19 +119,26 @@ def measure_prefill(server: Server, prompt_tokens: int) -> Row:
     return prefill_row(prompt_tokens, stream.arrivals[0] - stream.sent)
 
 
+def counts(text: str) -> list[int]:
+    """The numbers of "1,32"; none of ""."""
+    return [int(part) for part in text.split(",") if part]
+
+
 def main() -> None:
     args_parser = parser("Streams from an OpenAI-compatible server, timed at the client.")
     args_parser.add_argument("url", help="e.g. http://127.0.0.1:8100")
     args_parser.add_argument("--model", required=True, help="the name it is served under")
     args_parser.add_argument("--vocabulary", type=int, default=49152, help="token ids are drawn below this")
+    args_parser.add_argument("--batch", type=counts, default=BATCHES, help="streams at once, e.g. 1,32")
+    args_parser.add_argument("--prompt", type=counts, default=PROMPTS, help="tokens of a prompt, e.g. 512,2048")
     args = args_parser.parse_args()
 
     server = Server(args.url, args.model, args.vocabulary)
     ask(server, random_tokens(CONTEXT_TOKENS, server.vocabulary), OUTPUT_TOKENS)  # warm-up
     env = environment(url=server.url, model=server.model)
     results = {
-        "decode": [measure_decode(server, concurrency) for concurrency in BATCHES],
-        "prefill": [measure_prefill(server, tokens) for tokens in PROMPTS],
+        "decode": [measure_decode(server, concurrency) for concurrency in args.batch],
+        "prefill": [measure_prefill(server, tokens) for tokens in args.prompt],
     }
     finish("peers.openai_stream", env, results, args.output)
 

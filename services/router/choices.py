@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from core.errors import ServingError
+from core.errors import InternalError, ServingError
 from core.sampling import SamplingParams, choice_seed
 from services.router.answer import Answer
 from services.router.api import Chunk, Done
@@ -108,12 +108,17 @@ async def merged(
                 async for item in items:
                     await gathered.put((index, item))
             await gathered.put(None)
+        except asyncio.CancelledError:
+            if tasks[index].cancelling():
+                raise
+            # Something inside the source was cancelled, not the source: without a word the reader would wait for ever.
+            await gathered.put(InternalError("an answer was cancelled from within"))
         except Exception as error:  # noqa: BLE001 - raised again by the reader below
             await gathered.put(error)
 
-    pumps = [asyncio.create_task(pump(index)) for index in range(len(sources))]
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(sources))]
     try:
-        num_open = len(pumps)
+        num_open = len(tasks)
         while num_open:
             match await gathered.get():
                 case None:
@@ -123,6 +128,6 @@ async def merged(
                 case (index, item):
                     yield index, item
     finally:
-        for task in pumps:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 
 from core.clock import Clock, monotonic
 from services.common.registry import Registry
+from services.router.placement import Placement
 
 TTL_S = 15.0
 REFRESH_S = 5.0
@@ -39,10 +40,11 @@ class RequestKeys:
             self._live[request_id] = {"owner": owner, "phase": "queued"}
         return is_free
 
-    def placed(self, request_id: str, prefill: str, decode: str) -> None:
+    def placed(self, request_id: str, placement: Placement) -> None:
         """Say which workers hold it, soon."""
         if request_id in self._live:
-            self._live[request_id] |= {"prefill": prefill, "decode": decode, "phase": "running"}
+            workers = {"prefill": placement.prefill or "", "decode": placement.decode}
+            self._live[request_id] |= workers | {"phase": "running"}
             self._changed.add(request_id)
             self._has_changes.set()
 

@@ -1,7 +1,7 @@
-"""The router's core: validate, tokenise, claim the id, find room, hand over, deliver, and let go of everything.
+"""The router's core: validate, tokenise, claim the id, have the answers run (`attempts`), and let go of everything.
 
-A request's phases: preparing -> queued -> reserving -> prefilling -> decoding -> ended. Whatever ends it, `generate`'s finally
-clauses give back what it held: its id, its place in the waiting room, its sequences at the workers.
+A request's phases: preparing -> running (each answer in a phase of its own) -> ended. Whatever ends it, the finally clauses
+of `generate` and `_serve` give back what it held.
 """
 
 import asyncio
@@ -12,13 +12,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from baton.v1 import worker_pb2
 from core.clock import Clock, monotonic
 from core.errors import (
     CapacityError,
     DeadlineError,
     DuplicateRequestError,
-    InternalError,
     InvalidRequestError,
     ServingError,
     UnavailableError,
@@ -26,20 +24,18 @@ from core.errors import (
 )
 from core.ids import REQUEST_ID, new_request_id
 from services.common import rpc
-from services.common.convert import sampling_to_pb
 from services.common.options import RouterLimits
 from services.common.registry import Registry
 from services.router.answer import Answer, Marks
 from services.router.api import Chunk, Done, EchoedPrompt, GenerateCall, ModelCard
+from services.router.attempts import Attempts
 from services.router.choices import Choices, choice_sampling
-from services.router.fleet import Fleet, RemoteWorker
+from services.router.fleet import Fleet
 from services.router.intake import Intake, ServedModel
-from services.router.metrics import WORKER_STATES, RouterMetrics
-from services.router.placement import Need, Placement, Refusal, Snapshot
+from services.router.metrics import RouterMetrics
+from services.router.placement import Need, Refusal
 from services.router.request_keys import RequestKeys
 from services.router.tokenizer import require_encodable
-from services.router.waiting_room import WaitingRoom
-from services.router.worker_call import BrokenWorkerError, RefusedError, call_worker
 
 logger = logging.getLogger(__name__)
 
@@ -75,29 +71,20 @@ class Router:
         self._router_id = router_id
         self._metrics = metrics
         self._clock = clock
-        self._rng = rng or random.Random()  # noqa: S311 (spreads load, guards nothing)
         self._counter = itertools.count()
-        self._answers: dict[str, Answer] = {}  # by sequence id
         self._requests: dict[str, Choices | None] = {}  # by request id; None while preparing
         self._aborted_early: set[str] = set()  # while preparing
         self._emptied = asyncio.Event()
         self._keys = RequestKeys(registry, clock)
-        self._room = WaitingRoom(
-            self._snapshot,
-            limits.max_queued,
-            limits.max_queue_s,
-            limits.worker_grace_s,
-            metrics.decision.observe,
-            clock,
-        )
-        self.fleet = Fleet(
+        self.attempts = Attempts(
+            limits=limits,
             registry=registry,
             router_id=router_id,
             served_model=model.card.name,
-            silence_s=limits.worker_silence_s,
-            on_update=self._on_update,
-            on_lost=self._on_lost,
-            on_change=self._room.look,
+            metrics=metrics,
+            on_placed=self._keys.placed,
+            clock=clock,
+            rng=rng,
         )
 
     async def run(self) -> None:
@@ -166,7 +153,7 @@ class Router:
         if self.is_draining:
             return "draining"
         smallest = Need(1, 2)
-        if self._snapshot().choose(smallest, frozenset()) is Refusal.NO_WORKERS:
+        if self.attempts.snapshot().choose(smallest, frozenset()) is Refusal.NO_WORKERS:
             return "no live workers that can serve together"
         return ""
 
@@ -184,19 +171,21 @@ class Router:
     @property
     def num_queued(self) -> int:
         """Requests waiting for room."""
-        return len(self._room)
+        return self.attempts.num_queued
+
+    @property
+    def num_running(self) -> int:
+        """Answers that workers are told of."""
+        return self.attempts.num_running
+
+    @property
+    def fleet(self) -> Fleet:
+        """The workers."""
+        return self.attempts.fleet
 
     def refresh_metrics(self) -> None:
         """Bring the gauges up to date; called when metrics are read."""
-        self._metrics.queue_depth.set(len(self._room))
-        self._metrics.queue_tokens.set(self._room.num_tokens)
-        self._metrics.queue_oldest.set(self._room.oldest_s)
-        self._metrics.waiting.labels(self.model.card.name).set(len(self._room))
-        self._metrics.running.labels(self.model.card.name).set(len(self._answers))
-        self._metrics.worker_state.clear()
-        for worker in self.fleet:
-            for state in WORKER_STATES:
-                self._metrics.worker_state.labels(worker.worker_id, state).set(worker.state == state)
+        self.attempts.refresh_metrics(self.model.card.name)
 
     async def _serve(self, call: GenerateCall, marks: Marks) -> AsyncGenerator[Chunk | Done, None]:
         if self.is_draining:
@@ -229,7 +218,7 @@ class Router:
             deadline = marks.arrived + timeout_s
             choices.set_deadline(deadline)
             timer = asyncio.get_running_loop().call_later(deadline - self._clock(), choices.fail, late)
-            run = partial(self._attempts, request_id=request_id, owner=owner)
+            run = partial(self.attempts.run, request_id=request_id, owner=owner)
             async with aclosing(choices.events(run)) as events:
                 async for event in events:
                     yield event
@@ -245,7 +234,8 @@ class Router:
     async def _prepare(self, call: GenerateCall, marks: Marks) -> Choices:
         """Tokenise, fill defaults, check. Raises InvalidRequestError."""
         prompt = await self.intake.prompt_ids(call)
-        sampling = self.intake.resolve(call.sampling, len(prompt), self._largest_pool_tokens())
+        pool_tokens = self.attempts.largest_pool_tokens(default=self.model.card.max_model_len)
+        sampling = self.intake.resolve(call.sampling, len(prompt), pool_tokens)
         tokenizer = self.model.tokenizer
         echoed = None
         if call.echo:
@@ -266,154 +256,6 @@ class Router:
         for answer in answers:
             answer.priority, answer.cache_salt = call.priority, call.cache_salt
         return Choices(answers)
-
-    async def _attempts(self, answer: Answer, request_id: str, owner: str) -> AsyncGenerator[Chunk | Done, None]:
-        """Run the answer at one pair of workers after another until it is done, going on after the tokens there are."""
-        excluded: set[str] = set()
-        num_failed = 0
-        for attempt in itertools.count():
-            sequence_id = f"{owner}.{answer.index}.{attempt}"
-            try:
-                answer.begin_attempt(sequence_id)
-                async with answer.interruptible():
-                    if not answer.has_ended:  # aborted while its id was claimed
-                        await self._place(answer, sequence_id, frozenset(excluded))
-                        await self._dispatch(answer, sequence_id)
-                        self._note_placed(answer, request_id)
-                async with aclosing(answer.events()) as events:
-                    async for event in events:
-                        if isinstance(event, Done):
-                            self._metrics.finished(event, answer.marks.token_gaps_s)
-                        yield event
-                return
-            except RefusedError as refusal:
-                # The view of the worker was too good, or another router was faster: wait for its next report.
-                refusal.worker.note_full()
-            except BrokenWorkerError as failure:
-                excluded.add(failure.worker.worker_id)
-                num_failed += 1
-                if num_failed >= self._limits.max_attempts:
-                    raise
-                self._note_retry(answer, failure)
-            except UnavailableError as failure:  # a worker was lost, or left before it could be called
-                num_failed += 1
-                if not answer.may_retry or num_failed >= self._limits.max_attempts:
-                    raise
-                self._note_retry(answer, failure)
-            finally:
-                self._let_go(sequence_id)
-
-    async def _place(self, answer: Answer, sequence_id: str, excluded: frozenset[str]) -> None:
-        """Wait for room; when this returns the sequence is counted at its workers."""
-
-        def take(placement: Placement) -> None:
-            num_queued_tokens = len(answer.prompt) + len(answer.token_ids)
-            decode = self.fleet.get(placement.decode)
-            num_blocks = need.blocks_to_decode(decode.block_tokens)
-            decode.take(sequence_id, num_blocks, num_queued_tokens if placement.prefill is None else 0)
-            if placement.prefill is not None:
-                prefill = self.fleet.get(placement.prefill)
-                prefill.take(sequence_id, need.blocks_to_prefill(prefill.block_tokens), num_queued_tokens)
-            self._answers[sequence_id] = answer
-            answer.placement = placement
-
-        assert answer.sampling.max_tokens is not None, "resolved"
-        num_known = len(answer.prompt) + len(answer.token_ids)
-        need = Need(num_known, len(answer.prompt) + answer.sampling.max_tokens, answer.preferred)
-        came_back_since = answer.queued_since
-        answer.queued_since = self._clock() if came_back_since is None else came_back_since
-        await self._room.place(need, excluded, take, came_back_since, answer.priority)
-        answer.marks.note_placed(self._clock(), self._room.last_decision_s)
-
-    async def _dispatch(self, answer: Answer, sequence_id: str) -> None:
-        """Hand the sequence to its workers; when this returns they have accepted it."""
-        placement = answer.placement
-        assert placement is not None, "placed"
-        sequence = worker_pb2.Sequence(
-            sequence_id=sequence_id,
-            router_id=self._router_id,
-            prompt=answer.prompt,
-            sampling=sampling_to_pb(answer.sampling),
-            timeout_ms=max(int((answer.deadline - self._clock()) * 1000), 1),
-            output=answer.token_ids,
-            priority=answer.priority,
-            cache_salt=answer.cache_salt,
-        )
-        decode = self.fleet.get(placement.decode)
-        if placement.prefill is None:
-            await call_worker(decode, decode.decode_stub.Run, worker_pb2.RunRequest(sequence=sequence))
-            answer.marks.note_reserved(self._clock())
-            return
-        prefill = self.fleet.get(placement.prefill)
-        ticket = await call_worker(decode, decode.decode_stub.Reserve, worker_pb2.ReserveRequest(sequence=sequence))
-        answer.marks.note_reserved(self._clock())
-        await call_worker(
-            prefill, prefill.prefill_stub.Prefill, worker_pb2.PrefillRequest(sequence=sequence, ticket=ticket)
-        )
-
-    def _let_go(self, sequence_id: str) -> None:
-        """End an attempt everywhere: at workers that may still hold the sequence, and in every account here."""
-        answer = self._answers.pop(sequence_id, None)
-        placed: set[str | None] = set()
-        if answer is not None and answer.error is not None and answer.placement is not None:
-            # A worker whose stream broke has no account here, but the call that hands the sequence over may be on its way.
-            placed = {answer.placement.prefill, answer.placement.decode}
-        for worker in self.fleet:
-            if worker.inflight.pop(sequence_id, None) is not None or worker.worker_id in placed:
-                worker.abort(sequence_id)
-        self._room.look()
-
-    def _on_update(self, worker: RemoteWorker, update: worker_pb2.SequenceUpdate) -> None:
-        answer = self._answers.get(update.sequence_id)
-        if answer is None:
-            return
-        if update.error_code and update.sequence_id not in worker.inflight:
-            return  # prefill missed the end of a transfer whose KV decode works with
-        if update.token_ids:
-            worker.note_first_token(update.sequence_id)
-        is_decode = answer.placement is not None and worker.worker_id == answer.placement.decode
-        if is_decode and update.has_ended:
-            worker.inflight.pop(update.sequence_id, None)  # it let go by itself
-        try:
-            answer.on_update(update)
-        except Exception:  # one answer's bug must not end the stream that carries everybody's tokens
-            logger.exception("delivering an update failed")
-            answer.fail(InternalError("delivering the answer failed; the router's log has the details"))
-        is_after_transfer = is_decode and len(answer.token_ids) > update.first_index  # prefill's token is there too
-        if (
-            is_after_transfer
-            and update.token_ids
-            and answer.placement is not None
-            and answer.placement.prefill is not None
-        ):
-            # What happens to prefill now does not concern this answer.
-            self.fleet.forget(answer.placement.prefill, update.sequence_id)
-
-    def _on_lost(self, worker: RemoteWorker, sequence_ids: list[str]) -> None:
-        for sequence_id in sequence_ids:
-            answer = self._answers.get(sequence_id)
-            if answer is not None:
-                answer.fail(UnavailableError(f"worker {worker.worker_id} was lost"), may_retry=True)
-
-    def _snapshot(self) -> Snapshot:
-        is_whole = self._limits.mode == "aggregated"
-        prefills = None if is_whole else self.fleet.views("prefill")
-        return Snapshot(prefills=prefills, decodes=self.fleet.views("decode"), rng=self._rng)
-
-    def _largest_pool_tokens(self) -> int:
-        """The longest sequence a decode worker takes; the model's context while no worker is known."""
-        views = self.fleet.views("decode")
-        pools = [min(view.total_blocks * view.fingerprint.block_tokens, view.max_model_len) for view in views]
-        return max(pools, default=self.model.card.max_model_len)
-
-    def _note_placed(self, answer: Answer, request_id: str) -> None:
-        placement = answer.placement
-        assert placement is not None, "placed"
-        self._keys.placed(request_id, placement.prefill or "", placement.decode)
-
-    def _note_retry(self, answer: Answer, failure: ServingError) -> None:
-        self._metrics.retries.inc()
-        logger.warning("%s goes on elsewhere after %d tokens: %s", answer.sequence_id, len(answer.token_ids), failure)
 
     async def _wait_empty(self, timeout_s: float) -> bool:
         try:

@@ -231,7 +231,7 @@ async def test_a_client_that_does_not_read_is_let_go(make_stack: MakeStack, who:
             await soon(lambda: not stack.router.is_idle)
             router = stack.router.router
             if who != "stall timeout":
-                await eventually(lambda: any(answer.has_ended for answer in router._answers.values()))
+                await eventually(lambda: any(answer.has_ended for answer in router.attempts._answers.values()))
             if who == "client":
                 call.cancel()
             elif who == "abort":

@@ -186,7 +186,7 @@ async def test_prompt_logprobs_come_once_though_a_worker_is_lost_half_way(make_s
         await eventually(lambda: any(worker.gate.is_holding for worker in stack.prefills))
         (killed,) = (worker for worker in stack.prefills if worker.gate.is_holding)
         killed.gate.allow(2)
-        answers = stack.router.router._answers
+        answers = stack.router.router.attempts._answers
         await eventually(lambda: any(answer._num_prompt_logprobs == 64 for answer in answers.values()))
         await killed.kill()
         for worker in stack.prefills:

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
 from baton.v1 import worker_pb2
 from core.clock import ManualClock
-from core.errors import DeadlineError, UnavailableError
+from core.errors import DeadlineError, InternalError, UnavailableError
 from core.sampling import SamplingParams, choice_seed
 from services.router.answer import Answer, Marks
 from services.router.api import Chunk, Done
@@ -170,3 +171,44 @@ async def test_merging_passes_everything_on_and_holds_up_what_nobody_reads() -> 
     taken += [item async for item in items]
     for index in (0, 1):
         assert [number for source_index, number in taken if source_index == index] == list(range(50))
+
+
+async def test_a_source_that_is_cancelled_from_within_is_a_failure_not_silence() -> None:
+    async def fine() -> AsyncGenerator[int, None]:
+        yield 1
+        await asyncio.Event().wait()
+
+    async def broken() -> AsyncGenerator[int, None]:
+        yield 2
+        raise asyncio.CancelledError
+
+    async def take_all() -> None:
+        async for _ in merged([fine, broken], max_concurrent=2):
+            pass
+
+    with pytest.raises(InternalError, match="cancelled from within"):
+        async with asyncio.timeout(5):
+            await take_all()
+
+
+async def test_cancelling_the_reader_cancels_it_and_its_sources() -> None:
+    closed: list[int] = []
+
+    async def endless(index: int) -> AsyncGenerator[int, None]:
+        try:
+            yield index
+            await asyncio.Event().wait()
+        finally:
+            closed.append(index)
+
+    async def take_all() -> None:
+        async with aclosing(merged([lambda: endless(0), lambda: endless(1)], max_concurrent=2)) as items:
+            async for _ in items:
+                pass
+
+    reader = asyncio.create_task(take_all())
+    await turns()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert sorted(closed) == [0, 1]

@@ -17,6 +17,7 @@ from services.cli.stack import free_port
 from services.common import registry as registry_module
 from services.common.registry import Capacity, Registry, WorkerRecord
 from services.router import request_keys as request_keys_module
+from services.router.placement import Placement
 from services.router.request_keys import RequestKeys
 from tests.eventually import eventually, eventually_async
 from tests.valkey import Valkey
@@ -268,7 +269,7 @@ async def keeper(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 async def test_a_request_s_key_lives_from_claim_to_end(keeper: Keeper, client: "aioredis.Redis") -> None:
     assert await keeper.keys.claim("a", "router-0")
     assert not await keeper.keys.claim("a", "router-1")
-    keeper.keys.placed("a", "p", "d")
+    keeper.keys.placed("a", Placement(prefill="p", decode="d"))
 
     async def is_placed() -> bool:
         return await client.hget(f"{PREFIX}request:a", "decode") == "d"
