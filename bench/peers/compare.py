@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 from bench.peers.report import BATCHES, PROMPTS, environment, finish, parser
 
@@ -108,6 +109,15 @@ def programs(args: Any) -> list[Program]:
     return found
 
 
+def require_ready(name: str, url: str) -> None:
+    """Raise RuntimeError unless the server is up: one that still compiles would take the core from all the others."""
+    try:
+        with urlopen(f"{url}/health", timeout=5):  # noqa: S310 - a server the user named
+            pass
+    except OSError as error:
+        raise RuntimeError(f"{name} at {url} is not ready ({error}): wait until {url}/health answers") from error
+
+
 def main() -> None:
     args_parser = parser("Measure several engines in turn and compare their medians.")
     args_parser.add_argument("--command", action="append", default=[], metavar="NAME=COMMAND")
@@ -121,6 +131,8 @@ def main() -> None:
     args = args_parser.parse_args()
 
     columns = programs(args)
+    for name, _, url in (given.partition("=") for given in args.server):
+        require_ready(name, url)
     if args.subject not in {column.name for column in columns}:
         args_parser.error(f"--subject {args.subject}: not among the given commands and servers")
     env = environment(rounds=args.rounds, commands={column.name: shlex.join(column.command) for column in columns})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.peers.compare import figures, table
+from bench.peers.compare import figures, require_ready, table
 from bench.peers.openai_stream import Server, Stream, ask, steady_tokens_per_s
 
 DONE = "[DONE]"
@@ -81,3 +81,8 @@ def test_a_row_that_one_program_lacks_is_said_to_be_missing() -> None:
     assert lines[2] == "| decode 1, ms a token | 20.0 (20.0 to 20.0) | 10.0 (10.0 to 10.0) | 0.50 |"
     assert lines[4] == "| prefill 512, tokens/s | not measured | 900.0 (900.0 to 900.0) |  |"
     assert len(lines) == 5
+
+
+def test_a_server_that_is_not_up_is_not_measured_beside() -> None:
+    with pytest.raises(RuntimeError, match=r"vllm at http://127.0.0.1:9 is not ready"):
+        require_ready("vllm", "http://127.0.0.1:9")
