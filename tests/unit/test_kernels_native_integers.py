@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.linear import integer_rows_ref
-from kernels.native.ops import Integers, PackedLinear
-from tests.unit.native import native_ops
+from kernels.native.build import levels, library_path
+from kernels.native.ops import Integers, NativeOps, PackedLinear
+from tests.unit.native import built_library, native_ops
 
 FORMATS: list[Integers] = ["int16", "int8", "int4"]
 NAN, INFINITY = float("nan"), float("inf")
@@ -163,3 +164,17 @@ def test_rows_lose_less_than_bfloat16_would_take() -> None:
 def test_a_group_that_is_not_whole_is_refused(integers: Integers) -> None:
     with pytest.raises(ValueError, match=f"{integers} weights with 48 inputs"):
         native_ops().pack([torch.randn(4, 48)], integers=integers)
+
+
+@pytest.mark.parametrize("integers", FORMATS)
+def test_the_build_for_any_cpu_gives_the_same_products(integers: Integers) -> None:
+    torch.manual_seed(6)
+    built_library()
+    plain = NativeOps(library_path(levels()[-1]))
+    weight, x = torch.randn(70, 192), torch.randn(13, 192)
+    if integers == "int16":
+        weight = weight.bfloat16()
+    ours, theirs = (ops.multiply(ops.pack([weight], None, integers), x) for ops in (native_ops(), plain))
+    # Without fused operations a number half-way between two codes may take the other one.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+    assert ((ours - theirs).abs() > 2e-5).float().mean() < 0.2
