@@ -160,10 +160,15 @@ async def test_a_decode_pool_that_is_too_small_preempts_and_changes_no_token(
     # 4 tokens a block: 64 tokens are set aside at admission, answers of 200 outgrow them; the pool holds 3 whole answers.
     async with make_stack(num_blocks=160, block_tokens=4, limits=limits, swap_bytes=swap_bytes) as stack:
         prompts = [prompt_of(10 + index, index) for index in range(16)]
-        answers = await asyncio.gather(*(stack.router.answer(prompt=each, max_tokens=200) for each in prompts))
+        decode = stack.decodes[0]
+        decode.gate.close()
+        asked = [asyncio.create_task(stack.router.answer(prompt=each, max_tokens=200)) for each in prompts]
+        await eventually(lambda: decode.num_held >= 4)  # so many cannot all end without a preemption
+        decode.gate.open()
+        answers = await asyncio.gather(*asked)
         assert [answer.tokens for answer in answers] == [expected(prompt, 200) for prompt in prompts]
         await stack.until_idle()
-        num_preemptions = await counter(stack.decodes[0], "vllm:num_preemptions_total")
+        num_preemptions = await counter(decode, "vllm:num_preemptions_total")
         assert 0 < num_preemptions <= 16 * 4
 
 
