@@ -13,12 +13,24 @@ enum {
     STEP = 8,                // inputs between two requests to memory; one word of int4
 };
 
-// Rows as a product reads them: float32, or integers with a scale for each X_GROUP of them.
+// How rows are cut into register tiles of about equal size: a last one of a row or two would leave the multipliers idle.
+typedef struct {
+    int64_t count, size;
+    int64_t num_larger;  // the first ones, of a row more
+} tiling;
+
+static tiling tiles_of(int64_t num_rows) {
+    int64_t count = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    return (tiling){count, num_rows / count, num_rows % count};
+}
+
+// Rows as a product reads them: float32, or integers with a scale for each X_GROUP of them. The integers lie tile after
+// tile in the order of use, so that one pointer walks through them.
 typedef struct {
     const float *floats;   // [row][num_inputs]
-    int16_t *codes;        // [row][padded]
-    float *scales;         // [row][padded / X_GROUP]
-    float *sums;           // [row][padded / GROUP]: what they add up to, for int4's minimum
+    int16_t *codes;        // [tile][padded / STEP][row][STEP]
+    float *scales;         // [tile][padded / X_GROUP][row]
+    float *sums;           // [tile][padded / GROUP][row]: what they add up to, for int4's minimum
     int64_t padded;        // inputs
 } operand;
 
@@ -64,18 +76,31 @@ typedef struct {
     atomic_long next;
 } encoding;
 
+static void encode_row(const encoding *job, int64_t first, int64_t r, int64_t rows) {
+    const operand *to = job->to;
+    for (int64_t k = 0; k < job->num_inputs; k += X_GROUP) {
+        const float *x = job->x + (first + r) * job->num_inputs + k;
+        float last[X_GROUP] = {0}, scale, sums[X_GROUP / GROUP];
+        int16_t codes[X_GROUP];
+        int64_t missing = k + X_GROUP - job->num_inputs;
+        if (missing > 0) x = memcpy(last, x, (size_t)(X_GROUP - missing) * sizeof *x);
+        encode_group(x, codes, &scale, sums);
+        int16_t *place = to->codes + first * to->padded + k * rows + r * STEP;
+        UNROLL for (int i = 0; i < X_GROUP; i += STEP) memcpy(place + i * rows, codes + i, STEP * sizeof *codes);
+        to->scales[(first * to->padded + k * rows) / X_GROUP + r] = scale;
+        UNROLL for (int i = 0; i < X_GROUP / GROUP; i++) to->sums[(first * to->padded + k * rows) / GROUP + i * rows + r] = sums[i];
+    }
+}
+
 static void encode_rows(void *arg, void *scratch) {
     (void)scratch;
     encoding *job = arg;
-    const operand *to = job->to;
-    for (int64_t row = 0, end = 0; row < end || baton_take(&job->next, job->num_rows, 8, &row, &end); row++)
-        for (int64_t k = 0; k < job->num_inputs; k += X_GROUP) {
-            int64_t at = row * to->padded + k, missing = k + X_GROUP - job->num_inputs;
-            const float *x = job->x + row * job->num_inputs + k;
-            float last[X_GROUP] = {0};
-            if (missing > 0) x = memcpy(last, x, (size_t)(X_GROUP - missing) * sizeof *x);
-            encode_group(x, to->codes + at, to->scales + at / X_GROUP, to->sums + at / GROUP);
-        }
+    tiling tiles = tiles_of(job->num_rows);
+    for (int64_t tile, end; baton_take(&job->next, tiles.count, 1, &tile, &end);) {
+        int64_t rows = tiles.size + (tile < tiles.num_larger);
+        int64_t first = tile * tiles.size + (tile < tiles.num_larger ? tile : tiles.num_larger);
+        for (int64_t r = 0; r < rows; r++) encode_row(job, first, r, rows);
+    }
 }
 
 // What to ask memory for on the way: so many bytes behind `at` with each input.
@@ -107,46 +132,55 @@ INLINE void float_tile(tile *to, const float *x, int64_t stride, int64_t num_k, 
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) to->sums[r][j] = acc[r][j];
 }
 
+// acc[r] of STEP inputs, added to what it is or, where they are the first, instead of it.
+INLINE void add_step(vi acc[MAX_ROWS][2], const int16_t *x, const char *codes, const int are_first, const int rows, const int format) {
+    UNROLL for (int pair = 0; pair < STEP / 2; pair++) {
+        vi column[2];
+        UNROLL for (int j = 0; j < 2; j++) column[j] = load_codes(codes, pair, j, format);
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t both;
+            memcpy(&both, x + r * STEP + pair * 2, sizeof both);
+            UNROLL for (int j = 0; j < 2; j++)
+                if (are_first && pair == 0) acc[r][j] = multiply_pairs(column[j], (vi){0} + both);
+                else add_products(&acc[r][j], column[j], (vi){0} + both);
+        }
+    }
+}
+
 INLINE void integer_tile(tile *to, const operand *x, int64_t row, int64_t begin, int64_t num_k, const char *weights, ahead next,
                          const int rows, const int format) {
     const int block = format == BATON_INT16 ? X_GROUP : GROUP;
-    const int64_t num_scales = x->padded / X_GROUP, num_sums = x->padded / GROUP;
-    const int16_t *codes_of_x = x->codes + row * x->padded + begin;
-    const float *scales = x->scales + row * num_scales + begin / X_GROUP, *sums = x->sums + row * num_sums + begin / GROUP;
+    const int64_t at = row * x->padded + begin * rows;
+    const int16_t *codes_of_x = x->codes + at;
+    const float *scales = x->scales + at / X_GROUP, *sums = x->sums + at / GROUP;
     for (int64_t k = 0; k < num_k; k += block, weights += input_bytes(block, format)) {
         const char *codes = codes_of(weights, format);
         vi acc[MAX_ROWS][2];
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] = (vi){0};
-        for (int i = 0; i < block; i += STEP, codes_of_x += STEP, codes += STEP * code_bytes(format)) {
+        fetch(next, k);
+        add_step(acc, codes_of_x, codes, 1, rows, format);
+        for (int i = STEP; i < block; i += STEP) {
             fetch(next, k + i);
-            UNROLL for (int pair = 0; pair < STEP / 2; pair++) {
-                vi column[2];
-                UNROLL for (int j = 0; j < 2; j++) column[j] = load_codes(codes, pair, j, format);
-                UNROLL for (int r = 0; r < rows; r++) {
-                    int32_t both;
-                    memcpy(&both, codes_of_x + r * x->padded + pair * 2, sizeof both);
-                    UNROLL for (int j = 0; j < 2; j++) add_products(&acc[r][j], column[j], (vi){0} + both);
-                }
-            }
+            add_step(acc, codes_of_x + i * rows, codes + i * code_bytes(format), 0, rows, format);
         }
+        codes_of_x += block * rows;
         UNROLL for (int j = 0; j < 2; j++) {
             vf scale = format == BATON_INT16 ? splat(1.0f) : load((const float *)weights + j * LANES);
             vf least = format == BATON_INT4 ? load((const float *)weights + PANEL + j * LANES) : splat(0.0f);
             UNROLL for (int r = 0; r < rows; r++) {
                 vf sum = __builtin_convertvector(acc[r][j], vf);
                 if (format != BATON_INT16) sum *= scale;
-                to->sums[r][j] += sum * scales[r * num_scales];
-                if (format == BATON_INT4) to->sums[r][j] += least * sums[r * num_sums];
+                to->sums[r][j] += sum * scales[r];
+                if (format == BATON_INT4) to->sums[r][j] += least * sums[r];
             }
         }
-        scales += (k + block) % X_GROUP == 0;
-        sums++;
+        if ((k + block) % X_GROUP == 0) scales += rows;
+        sums += rows;
     }
 }
 
 // Inputs [k, k + num_k) of one panel for rows [row, row + rows), added to y where they are not the first.
 INLINE void panel_tile(const product *job, const char *panel, int64_t row, int64_t k, int64_t num_k, ahead next, float *y,
-                             int64_t y_stride, const int rows, const int format) {
+                       int64_t y_stride, const int rows, const int format) {
     tile sums;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < 2; j++) sums.sums[r][j] = k ? load(y + r * y_stride + j * LANES) : splat(0.0f);
@@ -167,16 +201,16 @@ static int64_t even_part(int64_t n, int64_t limit) {
     return (n + parts - 1) / parts;
 }
 
-// The same for all rows, in tiles of about equal size: a last one of a row or two would leave the multipliers idle.
+// The same for all rows.
 INLINE void panel_rows(const product *job, int64_t number, int64_t k, int64_t num_k, float *y, int64_t y_stride, const int format) {
     int64_t bytes = panel_bytes(job->linear->num_inputs, format);
     const char *panel = (const char *)job->linear->weights + number * bytes;
-    int64_t tiles = (job->num_rows + MAX_ROWS - 1) / MAX_ROWS, size = job->num_rows / tiles, larger = job->num_rows % tiles;
+    tiling tiles = tiles_of(job->num_rows);
     // A single pass reads memory itself. Several passes find their panel in the cache, and share in fetching the next one.
-    ahead next = {.pace = (input_bytes(GROUP, format) / GROUP + tiles - 1) / tiles};
-    next.at = panel + input_bytes(k, format) + (tiles == 1 ? FETCH_AHEAD : bytes);
-    for (int64_t tile = 0, row = 0, rows; tile < tiles; tile++, row += rows, next.at += num_k * next.pace) {
-        rows = size + (tile < larger);
+    ahead next = {.pace = (input_bytes(GROUP, format) / GROUP + tiles.count - 1) / tiles.count};
+    next.at = panel + input_bytes(k, format) + (tiles.count == 1 ? FETCH_AHEAD : bytes);
+    for (int64_t tile = 0, row = 0, rows; tile < tiles.count; tile++, row += rows, next.at += num_k * next.pace) {
+        rows = tiles.size + (tile < tiles.num_larger);
 #define TILE(n) case n: panel_tile(job, panel, row, k, num_k, next, y + row * y_stride, y_stride, n, format); break;
         switch (rows) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
@@ -209,8 +243,8 @@ static void multiply_panels(void *arg, void *scratch) {
     product *job = arg;
     int64_t num_panels = (job->linear->num_outputs + PANEL - 1) / PANEL, num_k = stored_inputs(job->linear->num_inputs, job->linear->format);
     for (int64_t begin, end; baton_take(&job->next, num_panels, job->panels_at_once, &begin, &end);)
-        for (int64_t k = 0; k < num_k; k += job->part)
-            for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t panel = begin; panel < end; panel++)
+            for (int64_t k = 0; k < num_k; k += job->part)
                 multiply_panel(job, panel, k, job->part < num_k - k ? job->part : num_k - k, scratch);
 }
 
@@ -224,7 +258,7 @@ static int encode(baton_pool *pool, const float *x, int64_t num_rows, int64_t nu
     to->sums = to->scales + num_rows * num_scales;
     to->codes = (int16_t *)(to->sums + num_rows * num_sums);
     encoding job = {x, to, num_rows, num_inputs, 0};
-    baton_run(pool, encode_rows, &job, num_rows / 8);
+    baton_run(pool, encode_rows, &job, num_rows / MAX_ROWS);
     return 1;
 }
 

@@ -86,6 +86,17 @@ enum { ROUND = 0x4b400000 };  // 1.5 * 2^23 as a float: adding it leaves the nea
 // The nearest integer, ties to even, of numbers below 2^22.
 INLINE vi round_lanes(vf x) { return (vi)(x + 12582912.0f) - ROUND; }
 
+// a * b, summed over the two 16-bit numbers in each word.
+INLINE vi multiply_pairs(vi a, vi b) {
+#if defined(__AVX2__)
+    vi products;
+    __asm__("vpmaddwd %2, %1, %0" : "=v"(products) : "v"(a), "v"(b));
+    return products;
+#else
+    return ((vi)((vu)a << 16) >> 16) * ((vi)((vu)b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
 // sum += a * b, summed over the two 16-bit numbers in each word. Written out for x86: compilers make all products first
 // and the sums afterwards, and run out of registers.
 INLINE void add_products(vi *sum, vi a, vi b) {
@@ -93,7 +104,7 @@ INLINE void add_products(vi *sum, vi a, vi b) {
     vi products;
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(*sum), "=&v"(products) : "v"(a), "v"(b));
 #else
-    *sum += ((vi)((vu)a << 16) >> 16) * ((vi)((vu)b << 16) >> 16) + (a >> 16) * (b >> 16);
+    *sum += multiply_pairs(a, b);
 #endif
 }
 
