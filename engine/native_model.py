@@ -7,6 +7,7 @@ bfloat16 matrices in hardware: products by oneDNN, the rest native.
 
 import ctypes
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader knows
 from torch import Tensor
@@ -69,14 +70,17 @@ class _Frame:
         """The batch as the library wants it, and what has to live as long."""
         num_blocks, block_tokens = cache.shape[0], cache.shape[4]
         # Below nobody checks: an index out of range would be foreign memory.
-        if not (batch.token_ids.min() >= 0 and batch.token_ids.max() < self.config.vocab_size):
+        if batch.token_ids.view(np.uint32).max() >= self.config.vocab_size:  # so are negative ones
             raise IndexError(f"a token id is not in [0, {self.config.vocab_size})")
-        if not (batch.tables.min() >= 0 and batch.tables.max() < num_blocks):
+        if batch.tables.view(np.uint32).max() >= num_blocks:
             raise IndexError(f"a block number is not in [0, {num_blocks})")
         assert cache.is_contiguous()
         assert cache.shape[1] == self.config.num_layers
-        positions, prompt_lens = batch.positions(), batch.per_token(batch.prompt_lens)
-        cos, sin = self._rotary.angles(torch.tensor(positions), torch.tensor(prompt_lens))
+        if self._rotary.is_positional:
+            cos, sin = self._rotary.table(batch.num_positions)
+        else:
+            prompt_lens = batch.per_token(batch.prompt_lens)
+            cos, sin = self._rotary.angles(torch.tensor(batch.positions()), torch.tensor(prompt_lens))
         struct = BatchStruct(
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
@@ -90,6 +94,7 @@ class _Frame:
             cache=cache.data_ptr(),
             block_tokens=block_tokens,
             cache_dtype=DTYPE_CODES[cache.dtype],
+            has_token_angles=not self._rotary.is_positional,
             num_outputs=len(batch.outputs),
             outputs=batch.outputs.ctypes.data,
         )

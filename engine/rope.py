@@ -17,10 +17,25 @@ class RotaryEmbedding:
         self._config = config
         self._inv_freq = _inverse_frequencies(config).to(device)
         empty = torch.empty(0, len(self._inv_freq), device=device)
-        self._table: tuple[Tensor, ...] = (
-            empty,
-            empty,
-        )  # cos and sin of the positions met so far, where only the position counts
+        self._table = (empty, empty)  # cos and sin of the positions met so far, where only the position counts
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether a token's angles depend on its position alone, so that there is a `table`."""
+        return self._config.kind != "dynamic"
+
+    def table(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin, [at least num_positions, rotary_dim / 2] float32 each, of positions from 0 on."""
+        assert self.is_positional
+        cos, sin = self._table
+        if len(cos) < num_positions:
+            starts = range(len(cos), num_positions, _ROWS)
+            pieces = [self._of(torch.arange(at, at + _ROWS, device=cos.device), self._inv_freq) for at in starts]
+            cos, sin = self._table = (
+                torch.cat((cos, *(piece[0] for piece in pieces))),
+                torch.cat((sin, *(piece[1] for piece in pieces))),
+            )
+        return cos, sin
 
     def angles(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute what `kernels.rope` takes.
@@ -31,16 +46,9 @@ class RotaryEmbedding:
         Returns:
             cos and sin, [n, rotary_dim / 2] float32 each.
         """
-        if self._config.kind == "dynamic":
+        if not self.is_positional:
             return self._of(positions, self._dynamic(torch.maximum(prompt_lens, positions + 1)))
-        known, longest = len(self._table[0]), int(positions.max()) + 1
-        if known < longest:
-            starts = range(known, longest, _ROWS)
-            pieces = [self._of(torch.arange(at, at + _ROWS, device=positions.device), self._inv_freq) for at in starts]
-            self._table = tuple(
-                torch.cat((old, *new)) for old, new in zip(self._table, zip(*pieces, strict=True), strict=True)
-            )
-        cos, sin = self._table
+        cos, sin = self.table(int(positions.max()) + 1)
         return cos[positions], sin[positions]
 
     def _of(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

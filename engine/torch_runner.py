@@ -61,8 +61,9 @@ class TorchRunner:
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         sampled: Iterator[Sampled] = iter(())
         if sampling:
-            rows = torch.tensor([ends[sequence.spec.sequence_id] - 1 for sequence in sampling])
-            logits = self._model.logits(hidden[rows.to(hidden.device)])
+            rows = [ends[sequence.spec.sequence_id] - 1 for sequence in sampling]
+            is_all = rows == list(range(len(hidden)))
+            logits = self._model.logits(hidden if is_all else hidden[torch.tensor(rows, device=hidden.device)])
             sampled = iter(sample(logits.cpu(), sampling, self._weigh))
         results = []
         for chunk in plan.chunks:

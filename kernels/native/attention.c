@@ -415,15 +415,14 @@ static void place_sequences(void *arg, void *scratch) {
     while (baton_take(&job->next, batch->num_sequences, 1, &sequence, &end))
         for (int64_t token = batch->first_row[sequence]; token < batch->first_row[sequence + 1]; token++) {
             int64_t position = batch->start[sequence] + token - batch->first_row[sequence];
+            int64_t angles = (batch->has_token_angles ? token : position) * model->rotary_half;
             for (int64_t head = 0; head < rotated + num_kv_heads; head++) {
                 char *at = job->qkv + (token * (rotated + num_kv_heads) + head) * dim * bytes;
                 int is_query = head < model->num_heads;
                 const float *norm = is_query ? layer->q_norm : head < rotated ? layer->k_norm : 0;
                 baton_load_row(wide, at, dim, job->dtype);
                 if (norm) baton_norm_row(wide, wide, norm, dim, model->norm_eps);
-                if (layer->has_rope && head < rotated)
-                    rotate(wide, batch->cos + token * model->rotary_half, batch->sin + token * model->rotary_half,
-                           model->rotary_half);
+                if (layer->has_rope && head < rotated) rotate(wide, batch->cos + angles, batch->sin + angles, model->rotary_half);
                 if (is_query) {
                     baton_store_row(at, wide, dim, job->dtype);
                 } else {

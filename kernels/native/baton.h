@@ -46,7 +46,7 @@ typedef struct {
 typedef struct {
     int64_t num_tokens, num_sequences;
     const int32_t *token_ids;  // [num_tokens]
-    const float *cos, *sin;    // [num_tokens, rotary_half]
+    const float *cos, *sin;    // [positions or tokens, rotary_half]
     const int32_t *first_row;  // [num_sequences + 1] into the tokens
     const int32_t *start;      // [num_sequences] tokens of the sequence before these
     const int32_t *tables;     // block numbers of all sequences, one after the other
@@ -54,6 +54,7 @@ typedef struct {
     void *cache;  // [blocks, layers, 2, kv_heads, block_tokens, head_dim]
     int64_t block_tokens;
     int32_t cache_dtype;
+    int32_t has_token_angles;  // cos and sin are by token; otherwise by position
     int64_t num_outputs;
     const int32_t *outputs;  // [num_outputs] tokens whose hidden rows are wanted, ascending; of the others only the KV is
 } baton_batch;

@@ -73,6 +73,7 @@ class BatchStruct(Structure):
         ("cache", c_void_p),
         ("block_tokens", c_int64),
         ("cache_dtype", c_int32),
+        ("has_token_angles", c_int32),
         ("num_outputs", c_int64),
         ("outputs", c_void_p),
     )

@@ -159,6 +159,7 @@ class Attention:
             num_outputs=len(qkv),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
+            has_token_angles=1,
             cache=self.cache.data_ptr(),
             block_tokens=self.block_tokens,
             cache_dtype=DTYPE_CODES[self.cache.dtype],
