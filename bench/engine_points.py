@@ -20,7 +20,7 @@ from core.errors import InternalError
 from core.model_config import ModelConfig
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec, StepResult
-from engine.batch import Batch, Decoder
+from engine.batch import Batch, Decoder, Logits
 from engine.block_pool import BlockPool
 from engine.build import BuiltEngine
 from engine.loop import EngineLoop
@@ -60,7 +60,7 @@ class TimedDecoder:
         self._spent_s += time.perf_counter() - began
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         """See `Decoder`."""
         began = time.perf_counter()
         logits = self._decoder.logits(hidden)

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -94,6 +94,13 @@ def _ints(values: "array[int]") -> Ints:
     return np.frombuffer(values, dtype=np.int32)
 
 
+class Logits(NamedTuple):
+    """Next-token scores, and what their model could say of them on the way."""
+
+    rows: Tensor  # [n, vocab] float32, the caller's until the next call
+    best: Tensor | None = None  # [n] integers: of each row the highest, the first of equal ones or the first NaN
+
+
 class Decoder(Protocol):
     """A model that computes batches. Holds no request state: that is in the batch and the cache."""
 
@@ -111,11 +118,9 @@ class Decoder(Protocol):
             [m, hidden]: the hidden rows of `batch.outputs` after the last layer, not normalised.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         """Next-token scores.
 
         Args:
             hidden: [n, hidden], rows of what `forward` returned.
-        Returns:
-            [n, vocab] float32, the caller's until the next call.
         """

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the name every torch reader know
 from torch import Tensor
 
 from core.model_config import ModelConfig
-from engine.batch import Batch, Ints
+from engine.batch import Batch, Ints, Logits
 from engine.rope import RotaryEmbedding
 from engine.weights import EMBEDDING, LayerProjections, Projection, WeightReader
 from kernels.decode_attention import DecodeIndex, decode_attention
@@ -98,9 +98,9 @@ class Model:
             hidden = hidden + layer.down(silu_mul(gate_up))
         return hidden[self._tensor(batch.outputs)]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         """Next-token scores; see `Decoder`."""
-        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+        return Logits(self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float())
 
     def _heads(self, layer: _Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split one projection into q [n, heads, dim] and k, v [n, kv_heads, dim], normalised and rotated."""

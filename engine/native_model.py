@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the name every torch reader know
 from torch import Tensor
 
 from core.model_config import ModelConfig
-from engine.batch import Batch
+from engine.batch import Batch, Logits
 from engine.rope import RotaryEmbedding
 from engine.weights import EMBEDDING, LayerProjections, Projection, WeightReader
 from kernels.linear import Linear
@@ -145,9 +145,9 @@ class NativeModel:
         struct, _alive = self._frame.batch(batch, cache)
         return self._ops.forward(self._frame.struct, struct)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         """Next-token scores; see `Decoder`."""
-        return self._ops.logits(self._frame.struct, hidden)
+        return Logits(*self._ops.logits(self._frame.struct, hidden))
 
 
 class MixedModel:
@@ -199,9 +199,9 @@ class MixedModel:
         assert delta is not None, "a model has a layer"
         return hidden + delta
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         """Next-token scores; see `Decoder`."""
-        return self._head(self._norm("model.norm.weight", hidden, None)).float()
+        return Logits(self._head(self._norm("model.norm.weight", hidden, None)).float())
 
     def _norm(self, name: str, x: Tensor, delta: Tensor | None) -> Tensor:
         return self._ops.add_and_norm(x, delta, self._frame.vectors[name], self._frame.config.rms_norm_eps, self.dtype)

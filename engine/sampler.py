@@ -20,24 +20,32 @@ from engine.token_counts import TokenCounts
 UNUSABLE = "the model computed no usable logits"
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence], weigh: Weigh = rough_weights) -> list[Sampled]:
+def sample(
+    logits: Tensor, sequences: Seq[Sequence], weigh: Weigh = rough_weights, known_best: Tensor | None = None
+) -> list[Sampled]:
     """Choose the next token of each sequence.
 
     Args:
         logits: [n, vocab] float32 on the CPU, contiguous; rows are changed in place.
         sequences: n of them; row i belongs to sequence i.
         weigh: how whole rows are weighed; no token depends on it.
+        known_best: [n] the highest of each row, the first of equal ones or the first NaN; None: found here.
     Returns:
         One Sampled each, with log-probabilities where the sequence asked for them; with an error for a row that is no
         distribution (NaN, or nothing left to choose), which concerns that row alone.
     """
     rows = logits.numpy()
-    raw = {
+    edited = {
         index: _edit(row, sequence)
         for index, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
         if _needs_edit(sequence)
     }
-    best = rows.argmax(axis=1)  # the lowest id among equals, or the first NaN
+    if known_best is None:
+        best = rows.argmax(axis=1)  # the lowest id among equals, or the first NaN
+    else:
+        best = known_best.numpy().copy()
+        for index in edited:
+            best[index] = rows[index].argmax()
     heights = rows[np.arange(len(rows)), best].tolist()
     sampled = []
     for index, (sequence, token, height) in enumerate(zip(sequences, best.tolist(), heights, strict=True)):
@@ -50,7 +58,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence], weigh: Weigh = rough_weight
             token = draw(rows[index], height, params, uniform_draw(params.seed, sequence.num_output_tokens), weigh)
         logprobs = None
         if params.logprobs is not None:
-            logprobs = _logprobs(raw.get(index, rows[index]), token, params.logprobs, weigh)
+            logprobs = _logprobs(edited.get(index, rows[index]), token, params.logprobs, weigh)
         sampled.append(Sampled(token, logprobs))
     return sampled
 

@@ -64,7 +64,7 @@ class TorchRunner:
             rows = [ends[sequence.spec.sequence_id] - 1 for sequence in sampling]
             is_all = rows == list(range(len(hidden)))
             logits = self._model.logits(hidden if is_all else hidden[torch.tensor(rows, device=hidden.device)])
-            sampled = iter(sample(logits.cpu(), sampling, self._weigh))
+            sampled = iter(sample(logits.rows.cpu(), sampling, self._weigh, logits.best))
         results = []
         for chunk in plan.chunks:
             result = next(sampled) if chunk.samples else Sampled(None)
@@ -83,7 +83,7 @@ class TorchRunner:
         for first in range(0, len(expected), LOGPROB_ROWS):
             ids = expected[first : first + LOGPROB_ROWS]
             logits = self._model.logits(hidden[first : first + len(ids)])
-            piece = prompt_logprobs(logits.cpu(), ids, spec.sampling.prompt_logprobs, self._weigh)
+            piece = prompt_logprobs(logits.rows.cpu(), ids, spec.sampling.prompt_logprobs, self._weigh)
             if piece is None:
                 return Sampled(None, error=UNUSABLE)
             entries += piece

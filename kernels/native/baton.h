@@ -89,6 +89,7 @@ void baton_unpack_row(const baton_linear *linear, int64_t row, float *to);
 
 // linear.c
 int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows);
+int baton_multiply_best(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best);
 
 // attention.c
 int baton_can_attend(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim);
@@ -100,4 +101,4 @@ void baton_weigh(const float *row, int64_t n, float best, float scale, float *we
 
 // step.c
 int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch *batch, float *outputs);
-int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits);
+int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits, int32_t *best);

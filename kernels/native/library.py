@@ -96,7 +96,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "baton_attend": (None, (c_void_p, _MODEL, _BATCH, c_int64, c_void_p, c_void_p, c_int)),
     "baton_weigh": (None, (c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p)),
     "baton_forward": (c_int, (c_void_p, _MODEL, _BATCH, c_void_p)),
-    "baton_logits": (c_int, (c_void_p, _MODEL, c_void_p, c_int64, c_void_p)),
+    "baton_logits": (c_int, (c_void_p, _MODEL, c_void_p, c_int64, c_void_p, c_void_p)),
 }
 
 

@@ -3,6 +3,8 @@
 // A row's result does not depend on the batch around it, nor on the number of threads. In float32 every element is one
 // chain of fused multiply-adds in the order of the inputs. In integers a group of inputs is added up exactly, whatever the
 // order; the groups' sums, times their scales, are one such chain again.
+#include <stdlib.h>
+
 #include "panel.h"
 
 enum {
@@ -10,7 +12,7 @@ enum {
     MAX_BLOCK_ROWS = 192,    // whose part of x stays in the second-level cache
     MAX_PART_BYTES = 20480,  // of a panel, in the first-level cache while all rows pass
     FETCH_AHEAD = 2048,      // bytes
-    STEP = 8,                // inputs between two requests to memory; one word of int4
+    STEP = 8,                // inputs of a row's that lie together; one word of int4
 };
 
 // How rows are cut into register tiles of about equal size: a last one of a row or two would leave the multipliers idle.
@@ -38,6 +40,7 @@ typedef struct {
     const baton_linear *linear;
     operand x;
     float *y;
+    float *highest;  // [panel][row]: its highest output, infinity where one is NaN; null: nobody asks
     int64_t num_rows;
     int64_t part;  // inputs that are multiplied before the next panel is turned to
     int64_t panels_at_once;
@@ -109,8 +112,9 @@ typedef struct {
     int64_t pace;
 } ahead;
 
-INLINE void fetch(ahead next, int64_t k) {
-    for (int64_t i = 0; i < STEP * next.pace; i += 64) __builtin_prefetch(next.at + k * next.pace + i);
+// Asks for what `count` inputs from input `k` on stand for.
+INLINE void fetch(ahead next, int64_t k, int64_t count) {
+    for (int64_t i = 0; i < count * next.pace; i += 64) __builtin_prefetch(next.at + k * next.pace + i);
 }
 
 // A register tile: `rows` rows by the outputs of a panel. `rows` and `format` are constants where tiles are inlined.
@@ -123,11 +127,14 @@ INLINE void float_tile(tile *to, const float *x, int64_t stride, int64_t num_k, 
                        const int format) {
     vf acc[MAX_ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] = to->sums[r][j];
-    UNROLL_LOOP for (int64_t k = 0; k < num_k; k++, weights += input_bytes(1, format)) {
-        if (k % STEP == 0) fetch(next, k);
-        vf column[2];
-        load_column(weights, column, format);
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] += x[r * stride + k] * column[j];
+    for (int64_t begin = 0; begin < num_k; begin += X_GROUP) {
+        int64_t end = begin + X_GROUP < num_k ? begin + X_GROUP : num_k;
+        fetch(next, begin, end - begin);
+        UNROLL_LOOP for (int64_t k = begin; k < end; k++, weights += input_bytes(1, format)) {
+            vf column[2];
+            load_column(weights, column, format);
+            UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) acc[r][j] += x[r * stride + k] * column[j];
+        }
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 2; j++) to->sums[r][j] = acc[r][j];
 }
@@ -156,12 +163,10 @@ INLINE void integer_tile(tile *to, const operand *x, int64_t row, int64_t begin,
     for (int64_t k = 0; k < num_k; k += block, weights += input_bytes(block, format)) {
         const char *codes = codes_of(weights, format);
         vi acc[MAX_ROWS][2];
-        fetch(next, k);
+        fetch(next, k, block);
         add_step(acc, codes_of_x, codes, 1, rows, format);
-        for (int i = STEP; i < block; i += STEP) {
-            fetch(next, k + i);
+        for (int i = STEP; i < block; i += STEP)
             add_step(acc, codes_of_x + i * rows, codes + i * code_bytes(format), 0, rows, format);
-        }
         codes_of_x += block * rows;
         UNROLL for (int j = 0; j < 2; j++) {
             vf scale = format == BATON_INT16 ? splat(1.0f) : load((const float *)weights + j * LANES);
@@ -217,6 +222,15 @@ INLINE void panel_rows(const product *job, int64_t number, int64_t k, int64_t nu
     }
 }
 
+// The highest of a panel's outputs, and infinity where one is NaN.
+INLINE float highest_of(const float *y, int64_t columns) {
+    float outputs[PANEL];
+    for (int64_t i = columns; i < PANEL; i++) outputs[i] = -INFINITY;
+    if (columns < PANEL) y = memcpy(outputs, y, (size_t)columns * sizeof *y);
+    vf a = load(y), b = load(y + LANES);
+    return max_lanes(pick((a == a) & (b == b), larger(a, b), splat(INFINITY)))[0];
+}
+
 static void multiply_panel(const product *job, int64_t panel, int64_t k, int64_t num_k, float *stand_in) {
     const baton_linear *linear = job->linear;
     int64_t columns = linear->num_outputs - panel * PANEL, stride = linear->num_outputs;
@@ -233,10 +247,14 @@ static void multiply_panel(const product *job, int64_t panel, int64_t k, int64_t
         FORMAT(BATON_INT16) FORMAT(BATON_INT8) FORMAT(BATON_INT4)
     }
 #undef FORMAT
-    if (k + num_k < linear->num_inputs || (target == y && !linear->bias)) return;
-    for (int64_t r = 0; r < job->num_rows; r++)
-        for (int64_t i = 0; i < columns; i++)
-            y[r * linear->num_outputs + i] = target[r * stride + i] + (linear->bias ? linear->bias[panel * PANEL + i] : 0.0f);
+    if (k + num_k < linear->num_inputs) return;
+    if (target != y || linear->bias)
+        for (int64_t r = 0; r < job->num_rows; r++)
+            for (int64_t i = 0; i < columns; i++)
+                y[r * linear->num_outputs + i] = target[r * stride + i] + (linear->bias ? linear->bias[panel * PANEL + i] : 0.0f);
+    if (job->highest)
+        for (int64_t r = 0; r < job->num_rows; r++)
+            job->highest[panel * job->num_rows + r] = highest_of(y + r * linear->num_outputs, columns);
 }
 
 static void multiply_panels(void *arg, void *scratch) {
@@ -262,22 +280,56 @@ static int encode(baton_pool *pool, const float *x, int64_t num_rows, int64_t nu
     return 1;
 }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias. Returns 0, or -1 when there is no memory for x as integers.
-int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
+// Which output of each row is the highest, the first of equal ones; a NaN is higher than any.
+static void find_best(const product *job, int32_t *best) {
+    const baton_linear *linear = job->linear;
+    float highest[MAX_BLOCK_ROWS];
+    for (int64_t r = 0; r < job->num_rows; r++) {
+        highest[r] = job->highest[r];
+        best[r] = 0;
+    }
+    for (int32_t first = PANEL; first < linear->num_outputs; first += PANEL) {
+        const float *panel = job->highest + first / PANEL * job->num_rows;
+        for (int64_t r = 0; r < job->num_rows; r++) {
+            best[r] = panel[r] > highest[r] ? first : best[r];
+            highest[r] = panel[r] > highest[r] ? panel[r] : highest[r];
+        }
+    }
+    for (int64_t r = 0; r < job->num_rows; r++)
+        while (job->y[r * linear->num_outputs + best[r]] < highest[r]) best[r]++;
+}
+
+static int multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
     int64_t panels = (linear->num_outputs + PANEL - 1) / PANEL, workers = baton_pool_size(pool);
     // Several pieces each, so that one that comes late or is slowed down does less of them.
     int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);
     int64_t block = num_rows ? even_part(num_rows, MAX_BLOCK_ROWS) : 1;
-    for (int64_t row = 0; row < num_rows; row += block) {
-        product job = {.linear = linear, .y = y + row * linear->num_outputs, .panels_at_once = at_once};
+    float *highest = NULL;
+    if (best && posix_memalign((void **)&highest, 64, (size_t)(block * panels) * sizeof *highest)) return -1;
+    int failed = 0;
+    for (int64_t row = 0; row < num_rows && !failed; row += block) {
+        product job = {.linear = linear, .y = y + row * linear->num_outputs, .highest = highest, .panels_at_once = at_once};
         const float *rows = x + row * linear->num_inputs;
         job.num_rows = block < num_rows - row ? block : num_rows - row;
         if (is_float(linear->format)) job.x = (operand){.floats = rows, .padded = linear->num_inputs};
-        else if (!encode(pool, rows, job.num_rows, linear->num_inputs, &job.x)) return -1;
+        else failed = !encode(pool, rows, job.num_rows, linear->num_inputs, &job.x);
+        if (failed) break;
         // A single tile passes once, so nothing has to stay in the cache for the next.
         int64_t num_k = job.x.padded, limit = MAX_PART_BYTES * GROUP / input_bytes(GROUP, linear->format);
         job.part = job.num_rows <= MAX_ROWS ? num_k : (even_part(num_k, limit) + X_GROUP - 1) / X_GROUP * X_GROUP;
         baton_run(pool, multiply_panels, &job, (panels + at_once - 1) / at_once);
+        if (best) find_best(&job, best + row);
     }
-    return 0;
+    free(highest);
+    return -failed;
+}
+
+// y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias. Returns 0, or -1 when there is no memory for the work.
+int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
+    return multiply(pool, linear, x, y, num_rows, NULL);
+}
+
+// The same, and which output of each row is the highest: the first of equal ones; a NaN before any.
+int baton_multiply_best(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
+    return multiply(pool, linear, x, y, num_rows, best);
 }

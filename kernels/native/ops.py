@@ -187,13 +187,14 @@ class NativeOps:
             raise MemoryError(f"no memory for the activations of {batch.num_tokens} tokens")
         return hidden
 
-    def logits(self, model: ModelStruct, hidden: Tensor) -> Tensor:
+    def logits(self, model: ModelStruct, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Final norm and output head.
 
         Args:
             hidden: [n, hidden] float32, rows of what `forward` returned.
         Returns:
-            [n, vocab] float32, the caller's until the next call.
+            [n, vocab] float32, the caller's until the next call; and [n] int32, the highest of each row, the first of equal
+            ones or the first NaN.
         Raises:
             MemoryError: no room for them.
         """
@@ -204,9 +205,11 @@ class NativeOps:
         if self._logits.shape[1] != vocab or len(self._logits) < num_rows:
             self._logits = torch.empty(num_rows, vocab)
         out = self._logits[:num_rows]
-        if self._library.baton_logits(self._pool, byref(model), hidden.data_ptr(), len(hidden), out.data_ptr()):
-            raise MemoryError(f"no memory for the logits of {len(hidden)} tokens")
-        return out
+        best = torch.empty(num_rows, dtype=torch.int32)
+        arguments = hidden.data_ptr(), num_rows, out.data_ptr(), best.data_ptr()
+        if self._library.baton_logits(self._pool, byref(model), *arguments):
+            raise MemoryError(f"no memory for the logits of {num_rows} tokens")
+        return out, best
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

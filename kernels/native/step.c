@@ -73,13 +73,13 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
     return failed;
 }
 
-// logits[num_rows, num_outputs of the head] of rows of what `baton_forward` gave. Returns as that does.
-int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits) {
+// logits[num_rows, num_outputs of the head] of rows of what `baton_forward` gave, and the best token of each. Returns as that does.
+int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits, int32_t *best) {
     float *normed = NULL;
     if (posix_memalign((void **)&normed, 64, (size_t)(num_rows * model->hidden_size) * sizeof *normed)) return -1;
     memcpy(normed, hidden, (size_t)(num_rows * model->hidden_size) * sizeof *normed);
     baton_rms_norm(pool, normed, NULL, model->final_norm, model->norm_eps, normed, num_rows, model->hidden_size, BATON_F32);
-    int failed = baton_multiply(pool, &model->head, normed, logits, num_rows);
+    int failed = baton_multiply_best(pool, &model->head, normed, logits, num_rows, best);
     free(normed);
     return failed;
 }

@@ -145,7 +145,7 @@ def chunked_logits(model: Decoder, cache: KVCache, prompt: list[int], cuts: list
     while sequence.num_uncomputed_tokens:
         length = min(cuts[0] if len(cuts) == 1 else cuts.pop(0), sequence.num_uncomputed_tokens)
         batch = build_batch([Chunk(sequence, length)], BLOCK_TOKENS)
-        rows.append(model.logits(model.forward(batch, cache.tensor)).clone())
+        rows.append(model.logits(model.forward(batch, cache.tensor)).rows.clone())
         sequence.num_computed_tokens += length
     return torch.cat(rows)
 
