@@ -128,17 +128,19 @@ class NativeModel:
             projections, layer = LayerProjections.of(config, number), frame.layers[number]
             layer.qkv = self._pack(reader, projections.qkv, integers)
             layer.o = self._pack(reader, projections.o, integers)
-            layer.gate_up = self._pack(reader, projections.gate_up, integers)
+            layer.gate_up = self._pack(reader, projections.gate_up, integers, is_gated=True)
             layer.down = self._pack(reader, projections.down, integers)
         embedding = self._pack(reader, Projection(("model.embed_tokens",), has_bias=False), edges)
         frame.struct.embedding = frame.struct.head = embedding
         if not config.tie_word_embeddings:
             frame.struct.head = self._pack(reader, Projection(("lm_head",), has_bias=False), edges)
 
-    def _pack(self, reader: WeightReader, projection: Projection, integers: Integers | None) -> LinearStruct:
+    def _pack(
+        self, reader: WeightReader, projection: Projection, integers: Integers | None, *, is_gated: bool = False
+    ) -> LinearStruct:
         parts = reader.parts(*(f"{name}.weight" for name in projection.names))
         bias = reader.take(*(f"{name}.bias" for name in projection.names)) if projection.has_bias else None
-        return self._frame.keep(self._ops.pack(parts, bias, integers))
+        return self._frame.keep(self._ops.pack(parts, bias, integers, is_gated=is_gated))
 
     def forward(self, batch: Batch, cache: Tensor) -> Tensor:
         """Compute one step; see `Decoder`. The rows are float32."""

@@ -14,13 +14,14 @@ typedef void (*baton_task)(void *job, void *scratch);
 
 #define BATON_SCRATCH_BYTES (1 << 20)  // of each worker
 
-// y = x * W^T + bias. See panel.h for the order of `weights`.
+// y = x * W^T + bias; gated: y = silu(first half of that) * second half. See panel.h for the order of `weights`.
 typedef struct {
-    int64_t num_outputs;
+    int64_t num_outputs;  // rows of W
     int64_t num_inputs;
-    const void *weights;
+    void *weights;
     const float *bias;  // [num_outputs], or null
     int32_t format;
+    int32_t is_gated;
 } baton_linear;
 
 typedef struct {
@@ -83,8 +84,8 @@ void baton_rms_norm(baton_pool *pool, float *x, const void *delta, const float *
 void baton_silu_mul(baton_pool *pool, const void *gate_up, void *out, int64_t num_rows, int64_t dim, int dtype);
 
 // pack.c
-int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int format);
-int baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype, int format);
+int64_t baton_packed_bytes(const baton_linear *linear);
+int baton_pack(const baton_linear *linear, const void *rows, int64_t num_rows, int64_t first_row, int dtype);
 void baton_unpack_row(const baton_linear *linear, int64_t row, float *to);
 
 // linear.c

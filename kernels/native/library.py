@@ -18,6 +18,7 @@ class LinearStruct(Structure):
         ("weights", c_void_p),
         ("bias", c_void_p),
         ("format", c_int32),
+        ("is_gated", c_int32),
     )
 
 
@@ -83,8 +84,8 @@ _MODEL, _BATCH, _LINEAR = POINTER(ModelStruct), POINTER(BatchStruct), POINTER(Li
 _FUNCTIONS = {  # name: (result, arguments)
     "baton_pool_create": (c_void_p, (c_int,)),
     "baton_pool_destroy": (None, (c_void_p,)),
-    "baton_packed_bytes": (c_int64, (c_int64, c_int64, c_int)),
-    "baton_pack": (c_int, (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int, c_int)),
+    "baton_packed_bytes": (c_int64, (_LINEAR,)),
+    "baton_pack": (c_int, (_LINEAR, c_void_p, c_int64, c_int64, c_int)),
     "baton_unpack_row": (None, (_LINEAR, c_int64, c_void_p)),
     "baton_multiply": (c_int, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64)),
     "baton_rms_norm": (

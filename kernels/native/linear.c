@@ -231,14 +231,36 @@ INLINE float highest_of(const float *y, int64_t columns) {
     return max_lanes(pick((a == a) & (b == b), larger(a, b), splat(INFINITY)))[0];
 }
 
+// A finished panel's outputs, with their bias or gated, from where they were added up to where they belong.
+static void put(const product *job, int64_t panel, int64_t columns, const float *sums, int64_t stride, float *y) {
+    const baton_linear *linear = job->linear;
+    int64_t first = panel * panel_columns(linear), y_stride = num_columns(linear);
+    float bias[PANEL] = {0}, values[PANEL];
+    for (int64_t i = 0; linear->bias && i < columns; i++) {
+        bias[i] = linear->bias[first + i];
+        if (linear->is_gated) bias[LANES + i] = linear->bias[y_stride + first + i];
+    }
+    vf low = load(bias), high = load(bias + LANES);
+    for (int64_t r = 0; r < job->num_rows; r++, sums += stride, y += y_stride) {
+        vf a = load(sums) + low, b = load(sums + LANES) + high;
+        if (linear->is_gated) a = gate_lanes(a, b);
+        if (columns == LANES) {
+            store(y, a);
+            continue;
+        }
+        store(values, a);
+        store(values + LANES, b);
+        memcpy(y, values, (size_t)columns * sizeof *y);
+    }
+}
+
 static void multiply_panel(const product *job, int64_t panel, int64_t k, int64_t num_k, float *stand_in) {
     const baton_linear *linear = job->linear;
-    int64_t columns = linear->num_outputs - panel * PANEL, stride = linear->num_outputs;
-    float *y = job->y + panel * PANEL, *target = y;
-    if (columns >= PANEL) {
-        columns = PANEL;
-    } else {
-        target = stand_in;  // where y ends inside the panel
+    int64_t stride = num_columns(linear), first = panel * panel_columns(linear), columns = stride - first;
+    float *y = job->y + first, *target = y;
+    if (columns > panel_columns(linear)) columns = panel_columns(linear);
+    if (columns < PANEL) {  // where y ends inside the panel, or has one value for two outputs
+        target = stand_in;
         stride = PANEL;
     }
 #define FORMAT(f) case f: panel_rows(job, panel, k, num_k, target, stride, f); break;
@@ -248,19 +270,16 @@ static void multiply_panel(const product *job, int64_t panel, int64_t k, int64_t
     }
 #undef FORMAT
     if (k + num_k < linear->num_inputs) return;
-    if (target != y || linear->bias)
-        for (int64_t r = 0; r < job->num_rows; r++)
-            for (int64_t i = 0; i < columns; i++)
-                y[r * linear->num_outputs + i] = target[r * stride + i] + (linear->bias ? linear->bias[panel * PANEL + i] : 0.0f);
+    if (target != y || linear->bias) put(job, panel, columns, target, stride, y);
     if (job->highest)
         for (int64_t r = 0; r < job->num_rows; r++)
-            job->highest[panel * job->num_rows + r] = highest_of(y + r * linear->num_outputs, columns);
+            job->highest[panel * job->num_rows + r] = highest_of(y + r * num_columns(linear), columns);
 }
 
 static void multiply_panels(void *arg, void *scratch) {
     product *job = arg;
-    int64_t num_panels = (job->linear->num_outputs + PANEL - 1) / PANEL, num_k = stored_inputs(job->linear->num_inputs, job->linear->format);
-    for (int64_t begin, end; baton_take(&job->next, num_panels, job->panels_at_once, &begin, &end);)
+    int64_t num_k = stored_inputs(job->linear->num_inputs, job->linear->format);
+    for (int64_t begin, end; baton_take(&job->next, num_panels(job->linear), job->panels_at_once, &begin, &end);)
         for (int64_t panel = begin; panel < end; panel++)
             for (int64_t k = 0; k < num_k; k += job->part)
                 multiply_panel(job, panel, k, job->part < num_k - k ? job->part : num_k - k, scratch);
@@ -300,7 +319,7 @@ static void find_best(const product *job, int32_t *best) {
 }
 
 static int multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
-    int64_t panels = (linear->num_outputs + PANEL - 1) / PANEL, workers = baton_pool_size(pool);
+    int64_t panels = num_panels(linear), workers = baton_pool_size(pool);
     // Several pieces each, so that one that comes late or is slowed down does less of them.
     int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);
     int64_t block = num_rows ? even_part(num_rows, MAX_BLOCK_ROWS) : 1;
@@ -308,7 +327,7 @@ static int multiply(baton_pool *pool, const baton_linear *linear, const float *x
     if (best && posix_memalign((void **)&highest, 64, (size_t)(block * panels) * sizeof *highest)) return -1;
     int failed = 0;
     for (int64_t row = 0; row < num_rows && !failed; row += block) {
-        product job = {.linear = linear, .y = y + row * linear->num_outputs, .highest = highest, .panels_at_once = at_once};
+        product job = {.linear = linear, .y = y + row * num_columns(linear), .highest = highest, .panels_at_once = at_once};
         const float *rows = x + row * linear->num_inputs;
         job.num_rows = block < num_rows - row ? block : num_rows - row;
         if (is_float(linear->format)) job.x = (operand){.floats = rows, .padded = linear->num_inputs};
@@ -324,12 +343,12 @@ static int multiply(baton_pool *pool, const baton_linear *linear, const float *x
     return -failed;
 }
 
-// y[num_rows, num_outputs] = x[num_rows, num_inputs] * W^T + bias. Returns 0, or -1 when there is no memory for the work.
+// y[num_rows, num_outputs, or half of them] = x[num_rows, num_inputs] * W^T + bias, gated or not. Returns 0, or -1 when there is no memory for the work.
 int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
     return multiply(pool, linear, x, y, num_rows, NULL);
 }
 
-// The same, and which output of each row is the highest: the first of equal ones; a NaN before any.
+// The same for one that is not gated, and which output of each row is the highest: the first of equal ones; a NaN before any.
 int baton_multiply_best(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
     return multiply(pool, linear, x, y, num_rows, best);
 }

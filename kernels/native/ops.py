@@ -51,7 +51,12 @@ class NativeOps:
             self._library.baton_pool_destroy(self._pool)
 
     def pack(
-        self, parts: Sequence[Tensor], bias: Tensor | None = None, integers: Integers | None = None
+        self,
+        parts: Sequence[Tensor],
+        bias: Tensor | None = None,
+        integers: Integers | None = None,
+        *,
+        is_gated: bool = False,
     ) -> PackedLinear:
         """Prepare the weights of one product; the parts are not needed afterwards.
 
@@ -61,6 +66,7 @@ class NativeOps:
             integers: multiply in integers, the rows with 14 bits; of the weights int16 keeps 13 bits and a scale for each
                 output; int8 keeps 8 and a scale for each 32 inputs of an output, as GGUF's Q8_0; int4 keeps 4, a scale and
                 a minimum, as Q4_1. None: keep the parts' own precision and multiply in float32.
+            is_gated: the product is silu(first half of the outputs) * second half.
         Raises:
             ValueError: int8 or int4 weights with a number of inputs that is not a multiple of 32.
             MemoryError: no room for a row.
@@ -71,30 +77,32 @@ class NativeOps:
         if integers in ("int8", "int4") and num_inputs % GROUP_INPUTS:
             raise ValueError(f"{integers} weights with {num_inputs} inputs: must be a multiple of {GROUP_INPUTS}")
         code = dtype if integers is None else FORMAT_CODES[integers]
-        memory = _aligned_zeros(self._library.baton_packed_bytes(num_outputs, num_inputs, code))
+        struct = LinearStruct(num_outputs=num_outputs, num_inputs=num_inputs, format=code, is_gated=is_gated)
+        memory = _aligned_zeros(self._library.baton_packed_bytes(byref(struct)))
+        struct.weights = memory.data_ptr()
         row = 0
         for part in parts:
             rows = part.contiguous()
-            if self._library.baton_pack(memory.data_ptr(), rows.data_ptr(), len(rows), row, num_inputs, dtype, code):
+            if self._library.baton_pack(byref(struct), rows.data_ptr(), len(rows), row, dtype):
                 raise MemoryError(f"no memory for a row of {num_inputs} weights")
             row += len(rows)
         wide_bias = None if bias is None else bias.float().contiguous()
         assert wide_bias is None or wide_bias.shape == (num_outputs,)
-        struct = LinearStruct(num_outputs, num_inputs, memory.data_ptr(), _pointer(wide_bias), code)
+        struct.bias = _pointer(wide_bias)
         return PackedLinear(struct, memory, wide_bias)
 
     def multiply(self, linear: PackedLinear, x: Tensor) -> Tensor:
-        """x @ W.T + bias; each row of it is the same bits in any batch.
+        """x @ W.T + bias, gated where the weights are; each row of it is the same bits in any batch.
 
         Args:
             x: [n, in] float32.
         Returns:
-            [n, out] float32.
+            [n, out] float32; half of them where they are gated.
         """
         assert x.dtype == torch.float32
         assert x.shape[1] == linear.struct.num_inputs
         x = x.contiguous()
-        y = torch.empty(len(x), linear.struct.num_outputs)
+        y = torch.empty(len(x), linear.struct.num_outputs // (2 if linear.struct.is_gated else 1))
         if self._library.baton_multiply(self._pool, byref(linear.struct), x.data_ptr(), y.data_ptr(), len(x)):
             raise MemoryError(f"no memory for {len(x)} rows of {x.shape[1]}")
         return y

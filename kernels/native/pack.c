@@ -3,8 +3,8 @@
 
 #include "panel.h"
 
-int64_t baton_packed_bytes(int64_t num_outputs, int64_t num_inputs, int format) {
-    return (num_outputs + PANEL - 1) / PANEL * panel_bytes(num_inputs, format);
+int64_t baton_packed_bytes(const baton_linear *linear) {
+    return num_panels(linear) * panel_bytes(linear->num_inputs, linear->format);
 }
 
 // One output's part of a block of codes: that of input k lies at place_of(k), `column` included.
@@ -86,14 +86,16 @@ static void quantize_int4(char *block, int64_t column, const float *w) {
     for (int k = 0; k < GROUP; k++) words[k / 8 * PANEL + column] |= (uint32_t)code[k] << (k % 8 / 2 * 4 + k % 2 * 16);
 }
 
-// Puts rows [num_rows, num_inputs] of a weight matrix in as outputs first_row, first_row + 1, ... `packed` starts as zeros.
-// `format` is `dtype`, or integers. For int8 and int4 num_inputs is a multiple of GROUP. Returns 0, or -1 when there is no memory for a row.
-int baton_pack(void *packed, const void *rows, int64_t num_rows, int64_t first_row, int64_t num_inputs, int dtype, int format) {
+// Puts rows [num_rows, num_inputs] of a weight matrix in as outputs first_row, first_row + 1, ... The weights start as zeros.
+// Their format is `dtype`, or integers; int8 and int4 need a multiple of GROUP inputs. Returns 0, or -1 when there is no memory for a row.
+int baton_pack(const baton_linear *linear, const void *rows, int64_t num_rows, int64_t first_row, int dtype) {
+    int64_t num_inputs = linear->num_inputs;
+    int format = linear->format;
     float *w = malloc((size_t)num_inputs * sizeof *w);
     if (!w) return -1;
     for (int64_t row = 0; row < num_rows; row++) {
-        int64_t column = (first_row + row) % PANEL;
-        char *panel = (char *)packed + (first_row + row) / PANEL * panel_bytes(num_inputs, format);
+        int64_t place = column_of(linear, first_row + row), column = place % PANEL;
+        char *panel = (char *)linear->weights + place / PANEL * panel_bytes(num_inputs, format);
         const char *from = (const char *)rows + row * num_inputs * baton_dtype_bytes(dtype);
         baton_load_row(w, from, num_inputs, dtype);
         switch (format) {
@@ -132,6 +134,7 @@ static float weight_at(const char *panel, int64_t column, int64_t k, int format)
 
 // One row of the weight matrix in float32: an embedding looked up in the head.
 void baton_unpack_row(const baton_linear *linear, int64_t row, float *to) {
-    const char *panel = (const char *)linear->weights + row / PANEL * panel_bytes(linear->num_inputs, linear->format);
-    for (int64_t k = 0; k < linear->num_inputs; k++) to[k] = weight_at(panel, row % PANEL, k, linear->format);
+    int64_t place = column_of(linear, row);
+    const char *panel = (const char *)linear->weights + place / PANEL * panel_bytes(linear->num_inputs, linear->format);
+    for (int64_t k = 0; k < linear->num_inputs; k++) to[k] = weight_at(panel, place % PANEL, k, linear->format);
 }

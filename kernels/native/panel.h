@@ -1,5 +1,5 @@
 // How weights lie in memory: in panels of PANEL outputs, inside a panel input after input, so that a product reads memory
-// once, in order.
+// once, in order. A gated product's panels have LANES outputs of its first half, then the same ones of the second.
 //
 // Floats lie there as they are; a word of 16-bit ones holds two outputs LANES apart, which one shift and one mask widen.
 // Integers stand for themselves times a scale, and are multiplied as integers:
@@ -45,6 +45,20 @@ INLINE int64_t input_bytes(int64_t inputs, int format) {
 
 INLINE int64_t panel_bytes(int64_t num_inputs, int format) {
     return head_bytes(format) + input_bytes(stored_inputs(num_inputs, format), format);
+}
+
+// How many values a product gives for each row, and how many of them one panel.
+INLINE int64_t num_columns(const baton_linear *linear) { return linear->is_gated ? linear->num_outputs / 2 : linear->num_outputs; }
+INLINE int64_t panel_columns(const baton_linear *linear) { return linear->is_gated ? LANES : PANEL; }
+INLINE int64_t num_panels(const baton_linear *linear) {
+    return (num_columns(linear) + panel_columns(linear) - 1) / panel_columns(linear);
+}
+
+// Which of all the panels' columns an output has.
+INLINE int64_t column_of(const baton_linear *linear, int64_t output) {
+    if (!linear->is_gated) return output;
+    int64_t half = linear->num_outputs / 2, is_second = output >= half, at = output - is_second * half;
+    return at / LANES * PANEL + is_second * LANES + at % LANES;
 }
 
 // The weights of one input, where they are floats.

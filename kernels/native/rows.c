@@ -131,18 +131,14 @@ typedef struct {
 } silu_job;
 
 static void silu_row(float *to, const float *gate, const float *up, int64_t n) {
-    const float minus_log2_e = -1.44269504f;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        vf g = load(gate + i);
-        store(to + i, g / (1.0f + exp2_lanes(g * minus_log2_e)) * load(up + i));
-    }
+    for (; i + LANES <= n; i += LANES) store(to + i, gate_lanes(load(gate + i), load(up + i)));
     if (i < n) {
         // The tail through the same vector code, so that an element's value does not depend on its place.
         float g[LANES] = {0}, u[LANES] = {0}, out[LANES];
         memcpy(g, gate + i, (size_t)(n - i) * sizeof *g);
         memcpy(u, up + i, (size_t)(n - i) * sizeof *u);
-        store(out, load(g) / (1.0f + exp2_lanes(load(g) * minus_log2_e)) * load(u));
+        store(out, gate_lanes(load(g), load(u)));
         memcpy(to + i, out, (size_t)(n - i) * sizeof *to);
     }
 }

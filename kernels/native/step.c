@@ -35,10 +35,10 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
     int64_t block = min64(n, BLOCK_ROWS), q_size = model->num_heads * model->head_dim;
     int64_t qkv_size = q_size + 2 * model->num_kv_heads * model->head_dim;
     float *memory = NULL;
-    int64_t floats = n * (size + qkv_size + q_size) + block * (2 * size + 3 * inter);
+    int64_t floats = n * (size + qkv_size + q_size) + block * (2 * size + inter);
     if (posix_memalign((void **)&memory, 64, (size_t)floats * sizeof *memory)) return -1;
     float *hidden = memory, *qkv = hidden + n * size, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
-    float *delta = normed + block * size, *gate_up = delta + block * size, *gated = gate_up + block * 2 * inter;
+    float *delta = normed + block * size, *gated = delta + block * size;
 
     embedding_job embedding = {model, batch, hidden, 0};
     baton_run(pool, embed_rows, &embedding, n >= 16 ? n : 1);
@@ -62,8 +62,7 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
             float *x = hidden + row * size;
             failed |= baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows);
             baton_rms_norm(pool, x, delta, layer->post_norm, model->norm_eps, normed, rows, size, BATON_F32);
-            failed |= baton_multiply(pool, &layer->gate_up, normed, gate_up, rows);
-            baton_silu_mul(pool, gate_up, gated, rows, inter, BATON_F32);
+            failed |= baton_multiply(pool, &layer->gate_up, normed, gated, rows);
             failed |= baton_multiply(pool, &layer->down, gated, delta, rows);
             baton_rms_norm(pool, x, delta, NULL, model->norm_eps, NULL, rows, size, BATON_F32);
         }

@@ -125,6 +125,9 @@ INLINE vf exp2_lanes(vf x) {
     return pick(x < -126.0f, splat(0.0f), p * scale);
 }
 
+// silu(gate) * up.
+INLINE vf gate_lanes(vf gate, vf up) { return gate / (1.0f + exp2_lanes(gate * -1.44269504f)) * up; }
+
 // The two 16-bit numbers in each word, as floats. bfloat16 is the upper half of a float.
 INLINE vf low_bf16(vu words) { return (vf)(words << 16); }
 INLINE vf high_bf16(vu words) { return (vf)(words & 0xffff0000u); }

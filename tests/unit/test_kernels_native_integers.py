@@ -178,3 +178,23 @@ def test_the_build_for_any_cpu_gives_the_same_products(integers: Integers) -> No
     # Without fused operations a number half-way between two codes may take the other one.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
     assert ((ours - theirs).abs() > 2e-5).float().mean() < 0.2
+
+
+@pytest.mark.parametrize("integers", [None, *FORMATS])
+@pytest.mark.parametrize("size", [1, 7, 16, 45])
+@pytest.mark.parametrize("num_inputs", [32, 704])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gated_product_is_the_product_and_then_the_gate(
+    integers: Integers | None, size: int, num_inputs: int, has_bias: bool
+) -> None:
+    torch.manual_seed(size)
+    gate, up = torch.randn(2, size, num_inputs).bfloat16() / num_inputs**0.5
+    bias = torch.randn(2 * size) if has_bias else None
+    apart = native_ops().pack([gate, up], bias, integers)
+    gated = native_ops().pack([gate, up], bias, integers, is_gated=True)
+    assert torch.equal(unpacked(gated), unpacked(apart))
+    for num_rows in (1, 6, 13, 200):
+        x = torch.randn(num_rows, num_inputs)
+        expected = native_ops().silu_mul(native_ops().multiply(apart, x))
+        assert torch.equal(native_ops().multiply(gated, x), expected)
+        assert torch.equal(native_ops(3).multiply(gated, x), expected)
