@@ -36,6 +36,13 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}", "BATON_HOME": str(home), **variables}
 
 
+def patient_environment(home: Path) -> dict[str, str]:
+    """The same for routers of stacks that lose no worker: a shared machine may stop a core, and whoever is pinned to it, for
+    many seconds.
+    """
+    return environment(home, BATON_WORKER_SILENCE_S="60", BATON_WORKER_GRACE_S="60")
+
+
 def run_baton(
     home: Path, *arguments: str, given: str = "", timeout_s: float = 120.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -168,7 +175,7 @@ def make_home(folder: Path, models: Path) -> Path:
 @contextmanager
 def baton_up(home: Path, *arguments: str) -> Iterator[Process]:
     """`baton up` on free ports, ready to serve; ended with the block."""
-    with Process("up", baton_command("up", *arguments), environment(home), home / "up.log") as process:
+    with Process("up", baton_command("up", *arguments), patient_environment(home), home / "up.log") as process:
         process.wait_ready()
         yield process
 
@@ -192,7 +199,7 @@ def cluster(home: Path, worker: list[str], routers: list[list[str]]) -> Iterator
 
         def start(name: str, role: str, flags: list[str]) -> Process:
             command = baton_command(role, *here, *flags)
-            return stack.enter_context(Process(name, command, environment(home), home / f"{name}.log"))
+            return stack.enter_context(Process(name, command, patient_environment(home), home / f"{name}.log"))
 
         workers = [start(role, role, worker) for role in ("decode", "prefill")]
         started = [start(f"router-{index}", "router", flags) for index, flags in enumerate(routers)]
