@@ -30,7 +30,7 @@ from tests.scripted_parts import EOS, expected
 from tests.valkey import Valkey
 
 DEADLINE_S = 20.0
-GRACE_S = 2.0  # on a busy machine, between a deadline and the client's notice of it
+GRACE_S = 10.0  # on a busy machine, between a deadline and the client's notice of it
 HONEST = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
@@ -146,7 +146,7 @@ class Cluster:
         assert await asyncio.to_thread(node.process.wait) == 0, node.process.output()
         self.nodes.remove(node)
 
-    async def settled(self, timeout_s: float = 10.0) -> None:
+    async def settled(self, timeout_s: float = 30.0) -> None:
         """Every router knows all workers as ready and every pair as connected, and nothing is held anywhere."""
         workers = {node.worker_id for node in self.nodes if node.role != "router"}
 
@@ -161,7 +161,7 @@ class Cluster:
         await eventually_async(is_settled, timeout_s, "every router attached to every worker")
         await self.blocks_return(timeout_s)
 
-    async def blocks_return(self, timeout_s: float = 10.0) -> None:
+    async def blocks_return(self, timeout_s: float = 30.0) -> None:
         """Every worker's pool is wholly free again."""
 
         async def held() -> bool:
@@ -175,7 +175,7 @@ class Cluster:
         async with aioredis.from_url(self.valkey.url, decode_responses=True) as client:
             return [key async for key in client.scan_iter("baton:*:request:*", count=1000)]
 
-    async def no_request_keys(self, timeout_s: float = 5.0) -> None:
+    async def no_request_keys(self, timeout_s: float = 20.0) -> None:
         """No request has left a key."""
 
         async def are_gone() -> bool:
@@ -338,7 +338,7 @@ async def ask_once(router: Node, seed: int = 0, num_prompt: int = 40, max_tokens
     return outcome
 
 
-async def serves_soon(router: Node, worker: Node, within_s: float = 5.0) -> None:
+async def serves_soon(router: Node, worker: Node, within_s: float = 20.0) -> None:
     """A worker that is ready takes part in answers through `router` within this time."""
 
     async def took_part() -> bool:

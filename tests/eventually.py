@@ -9,7 +9,7 @@ T = TypeVar("T")
 POLL_S = 0.01
 
 
-async def eventually(condition: Callable[[], T], timeout_s: float = 10.0, what: str = "the condition") -> T:
+async def eventually(condition: Callable[[], T], timeout_s: float = 30.0, what: str = "the condition") -> T:
     """Wait until `condition()` is true and return its value; AssertionError after `timeout_s`."""
 
     async def check() -> T:
@@ -19,7 +19,7 @@ async def eventually(condition: Callable[[], T], timeout_s: float = 10.0, what: 
 
 
 async def eventually_async(
-    condition: Callable[[], Awaitable[T]], timeout_s: float = 10.0, what: str = "the condition"
+    condition: Callable[[], Awaitable[T]], timeout_s: float = 30.0, what: str = "the condition"
 ) -> T:
     """As `eventually` for a condition that must be awaited."""
     last: object = None

@@ -410,4 +410,4 @@ async def running_stack(
         yield stack
     finally:
         await stack.close()
-    await eventually(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()}, 5.0)
+    await eventually(lambda: asyncio.all_tasks() - before <= {asyncio.current_task()}, 20.0)

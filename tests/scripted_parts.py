@@ -31,7 +31,7 @@ MODEL = "scripted"
 EOS = 2  # the byte 0x02
 BLOCK = 16
 CONTEXT = 256
-WAIT_S = 20.0  # longer than anything here takes; reached only by a failing test
+WAIT_S = 60.0  # longer than anything here takes; reached only by a failing test
 TRANSFER = TransferConfig(tick_s=0.005, reconnect_s=0.01)
 
 

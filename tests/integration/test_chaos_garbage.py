@@ -174,7 +174,7 @@ async def test_another_protocol_version_is_refused_on_the_wire_and_by_the_finger
     socket.connect(await kv_endpoint(cluster))
     await socket.send(bytes(other_wire))
     await socket.send(hello)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         _, refusal = decode_frame(await socket.recv_multipart(), 1 << 16)
     assert isinstance(refusal, HelloRefused)
     assert f"protocol_version: {PROTOCOL_VERSION} here, {PROTOCOL_VERSION + 1} there" in refusal.reason

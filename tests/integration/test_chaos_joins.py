@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.cli.stack import free_port
-from tests.chaos import Cluster, Node, ask_once, load_on, serves_soon
+from tests.chaos import DEADLINE_S, Cluster, Node, ask_once, load_on, serves_soon
 from tests.eventually import eventually_async
 
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(120)]
@@ -20,7 +20,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def answers(router: Node, within_s: float = 10.0) -> None:
+async def answers(router: Node, within_s: float = 20.0) -> None:
     """The router answers a request, soon."""
 
     async def is_answered() -> bool:
@@ -39,7 +39,7 @@ async def test_valkey_comes_last(cluster: Cluster) -> None:
     assert await is_unready(router)
     outcome = await ask_once(router)
     assert outcome.details.startswith("no live worker"), "refused at once, not after a timeout"
-    assert outcome.duration_s < 5.0
+    assert outcome.duration_s < DEADLINE_S
     cluster.valkey.start()
     await answers(router)
 
@@ -80,7 +80,7 @@ async def restart_again_and_again(cluster: Cluster, role: str, times: int) -> No
     router, _ = await cluster.start("router", others[role])
     for life in range(times):
         node = await cluster.launch(role, *flags).wait_ready()
-        await answers(router, within_s=5.0)
+        await answers(router)
         for seed in range(3):
             assert (await ask_once(router, seed)).is_answered, f"life {life} of {node.worker_id}"
         if life % 2:
@@ -118,7 +118,7 @@ async def test_a_restarted_router_finds_every_worker(cluster: Cluster) -> None:
                 seen |= {outcome.done.prefill_worker, outcome.done.decode_worker}
             return seen == ids
 
-        await eventually_async(all_seen, 5.0, "every worker in some answer")
+        await eventually_async(all_seen, 20.0, "every worker in some answer")
         cluster.kill(router)
 
 

@@ -177,7 +177,7 @@ async def test_a_worker_that_leaves_while_called_is_not_the_clients_cancel(make_
         for index in range(6):
             prompt = prompt_of(10, index)
             call = asyncio.create_task(stack.router.answer(prompt=prompt))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not any(worker.inflight for worker in fleet):  # noqa: ASYNC110 (lasts a turn of the loop)
                     await asyncio.sleep(0)
             victim = next(worker for worker in fleet if worker.inflight)

@@ -10,7 +10,7 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-WAIT_S = 10.0  # longer than anything here takes; reached only by a failing test
+WAIT_S = 30.0  # longer than anything here takes; reached only by a failing test
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

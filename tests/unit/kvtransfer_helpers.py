@@ -41,7 +41,7 @@ CONFIG = TransferConfig(
 )
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 (any condition, with nothing to set an event)

@@ -49,7 +49,7 @@ def tokens(index: int, text: str, finish: str = "", stop_id: int = -1) -> worker
 
 async def collect(answer: Answer) -> tuple[str, list[int], Done]:
     text, ids = "", list[int]()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for event in answer.events():
             if isinstance(event, Done):
                 return text, ids, event
@@ -257,7 +257,7 @@ async def test_an_end_interrupts_what_waits_for_workers() -> None:
     task = asyncio.create_task(wait_for_room())
     await entered.wait()
     answer.fail(DeadlineError("late"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await task
 
 

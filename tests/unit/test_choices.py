@@ -53,7 +53,7 @@ class Running:
 
 
 async def drive(running: Running) -> list[Chunk | Done]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return [event async for event in running.choices.events(running.run)]
 
 
@@ -187,7 +187,7 @@ async def test_a_source_that_is_cancelled_from_within_is_a_failure_not_silence()
             pass
 
     with pytest.raises(InternalError, match="cancelled from within"):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await take_all()
 
 

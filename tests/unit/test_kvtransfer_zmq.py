@@ -123,7 +123,7 @@ async def restart_receiver(pair: Pair, incarnation: str) -> KVReceiver:
     endpoint = pair.receiver.endpoint
     await pair.receiver.aclose()
     pair.receiver = pair.make_receiver(incarnation)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 await pair.receiver.start(endpoint)

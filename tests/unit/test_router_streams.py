@@ -31,7 +31,7 @@ class Worker:
 
 
 async def read(stream: Stream) -> list[str]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return [one.sequence_id for one in (await anext(stream)).updates]
 
 
@@ -39,7 +39,7 @@ async def test_the_first_message_comes_at_once_and_carries_the_load() -> None:
     worker = Worker()
     stream = worker.streams.attach("r")
     assert not worker.streams.is_attached("r")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         first = await anext(stream)
     assert (first.load.running, list(first.updates)) == (1, [])
     assert worker.streams.is_attached("r")

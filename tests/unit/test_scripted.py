@@ -24,7 +24,7 @@ from engine.scripted import (
 from engine.sequence import Sequence
 
 EOS = 2
-WAIT_S = 10.0
+WAIT_S = 30.0
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, seed=0)
 BIG = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, block_tokens=4, dtype="bfloat16")  # 120 bytes a token
 
