@@ -154,6 +154,7 @@ INLINE void add_step(vi acc[MAX_ROWS][2], const int16_t *x, const char *codes, c
     }
 }
 
+// The same in integers.
 INLINE void integer_tile(tile *to, const operand *x, int64_t row, int64_t begin, int64_t num_k, const char *weights, ahead next,
                          const int rows, const int format) {
     const int block = format == BATON_INT16 ? X_GROUP : GROUP;
@@ -326,7 +327,7 @@ static int multiply(baton_pool *pool, const baton_linear *linear, const float *x
     float *highest = NULL;
     if (best && posix_memalign((void **)&highest, 64, (size_t)(block * panels) * sizeof *highest)) return -1;
     int failed = 0;
-    for (int64_t row = 0; row < num_rows && !failed; row += block) {
+    for (int64_t row = 0; row < num_rows; row += block) {
         product job = {.linear = linear, .y = y + row * num_columns(linear), .highest = highest, .panels_at_once = at_once};
         const float *rows = x + row * linear->num_inputs;
         job.num_rows = block < num_rows - row ? block : num_rows - row;
