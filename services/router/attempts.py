@@ -108,7 +108,9 @@ class Attempts:
         self._metrics.waiting.labels(model).set(len(self._room))
         self._metrics.running.labels(model).set(len(self._answers))
         self._metrics.worker_state.clear()
+        self._metrics.worker_inflight.clear()
         for worker in self.fleet:
+            self._metrics.worker_inflight.labels(worker.worker_id).set(len(worker.inflight))
             for state in WORKER_STATES:
                 self._metrics.worker_state.labels(worker.worker_id, state).set(worker.state == state)
 

@@ -69,6 +69,12 @@ class RouterMetrics:
         self.worker_state = Gauge(
             "baton_router_worker_state", "1 for the state a worker is in.", ["worker", "state"], registry=registry
         )
+        self.worker_inflight = Gauge(
+            "baton_router_worker_inflight",
+            "Sequences this router has placed on a worker and not seen ended.",
+            ["worker"],
+            registry=registry,
+        )
         self.ttft_part = Histogram(
             "baton_ttft_part_seconds",
             "Parts of the time to first token.",

@@ -57,13 +57,29 @@ async def a_transfer_is_open(node: Node) -> None:
     await eventually_async(is_open, what="a KV transfer under way")
 
 
+async def kill_with_work(cluster: Cluster, load: Load, victim: Node) -> None:
+    """Kill a worker that holds requests for certain: frozen first, it can end none between the look and the kill."""
+    victim.freeze()
+    await load.progress(SOME)  # what it had said before is heard
+
+    async def has_work() -> bool:
+        held = [
+            await router.metric("baton_router_worker_inflight", worker=victim.worker_id)
+            for router in cluster.of("router")
+        ]
+        return sum(held) > 0
+
+    await eventually_async(has_work, what=f"a request at {victim.worker_id}")
+    cluster.kill(victim)
+
+
 async def test_prefill_killed_during_transfers(cluster: Cluster) -> None:
     before = await num_retries(cluster)
     async with load_on(cluster.of("router"), NUM_CLIENTS, seed=1) as load:
         await load.under_way(NUM_CLIENTS // 3)
         victim = cluster.of("prefill")[0]
         await a_transfer_is_open(victim)
-        cluster.kill(victim)
+        await kill_with_work(cluster, load, victim)
         await load.progress(SOME)
         await replaced(cluster, "prefill")
         await load.progress(SOME)
@@ -76,7 +92,7 @@ async def test_decode_killed_during_streams(cluster: Cluster) -> None:
     before = await num_retries(cluster)
     async with load_on(cluster.of("router"), NUM_CLIENTS, seed=2) as load:
         await load.under_way(NUM_CLIENTS // 3)
-        cluster.kill(cluster.of("decode")[0])
+        await kill_with_work(cluster, load, cluster.of("decode")[0])
         await load.progress(SOME)
         await replaced(cluster, "decode")
         await load.progress(SOME)
