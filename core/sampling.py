@@ -92,6 +92,11 @@ class SamplingParams:
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether a token may be chosen from other logits than the model's."""
+        return self.min_tokens > 0 or bool(self.logit_bias) or self.has_penalties
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the best token is taken without a draw."""
         return self.temperature == 0.0

@@ -60,22 +60,32 @@ def build_batch(chunks: Seq[Chunk], block_tokens: int) -> Batch:
     token_ids, tables, outputs = array("i"), array("i"), array("i")
     starts, prompt_lens = array("i"), array("i")
     first_rows, first_blocks = array("i", (0,)), array("i", (0,))
-    num_decodes = num_positions = 0
+    num_decodes = num_positions = num_rows = num_blocks = 0
     for chunk in chunks:
         sequence, num_tokens = chunk
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        num_blocks = -(-end // block_tokens)
-        assert len(sequence.block_table) >= num_blocks, "the scheduler gives blocks before it plans tokens"
-        num_decodes += num_tokens == 1
-        num_positions = max(num_positions, end)
+        table = sequence.block_table[: -(-end // block_tokens)]
+        assert len(table) * block_tokens >= end, "the scheduler gives blocks before it plans tokens"
+        if end > num_positions:
+            num_positions = end
         starts.append(start)
-        prompt_lens.append(len(sequence.spec.prompt))
-        token_ids.extend(sequence.token_ids[start:end])
-        tables.extend(sequence.block_table[:num_blocks])
-        first_rows.append(len(token_ids))
-        first_blocks.append(len(tables))
-        outputs.extend(range(len(token_ids) - chunk.num_outputs, len(token_ids)))
+        prompt_lens.append(sequence.num_prompt_tokens)
+        tables.extend(table)
+        num_blocks += len(table)
+        first_blocks.append(num_blocks)
+        if num_tokens == 1:
+            num_decodes += 1
+            assert num_decodes == len(starts), "single tokens come first"
+            token_ids.append(sequence.token_ids[start])
+        else:
+            token_ids.extend(sequence.token_ids[start:end])
+        num_rows += num_tokens
+        first_rows.append(num_rows)
+        if chunk.owes_prompt_logprobs:
+            outputs.extend(range(num_rows - num_tokens, num_rows))
+        elif chunk.samples:
+            outputs.append(num_rows - 1)
     return Batch(
         token_ids=_ints(token_ids),
         num_decodes=num_decodes,

@@ -1,5 +1,7 @@
 """What the engine does to the block pool for its sequences: start, grow, publish, preempt, end. The engine's thread only."""
 
+from array import array
+
 from engine.block_pool import BlockPool
 from engine.host_swap import HostSwap, Rates, is_swap_cheaper
 from engine.plan import StepPlan
@@ -92,7 +94,7 @@ class Holdings:
     def end(self, sequence: Sequence) -> None:
         """Let go of everything a sequence has, but the blocks of one that is handed over: its last output gives them away."""
         table, promise = sequence.block_table, sequence.num_promised_blocks
-        sequence.block_table, sequence.num_promised_blocks = [], 0
+        sequence.block_table, sequence.num_promised_blocks = array("i"), 0
         self._drop_swapped(sequence)
         self._pool.release(() if sequence.spec.prefill_only else table, promise)
 
@@ -100,7 +102,7 @@ class Holdings:
         hashes = sequence.reusable_hashes(self._block_tokens)
         num_blocks = -(-len(sequence.token_ids) // self._block_tokens)
         acquired = self._pool.acquire(num_blocks, hashes, num_promised_blocks)
-        sequence.block_table, sequence.num_promised_blocks = acquired.blocks, num_promised_blocks
+        sequence.block_table, sequence.num_promised_blocks = array("i", acquired.blocks), num_promised_blocks
         num_cached_tokens = acquired.num_cached * self._block_tokens
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         sequence.num_published_blocks = acquired.num_cached
@@ -118,7 +120,7 @@ class Holdings:
         if not sequence.swap_slots:
             sequence.num_computed_tokens = 0
         self._pool.release(sequence.block_table, sequence.num_promised_blocks)
-        sequence.block_table, sequence.num_promised_blocks, sequence.num_published_blocks = [], 0, 0
+        sequence.block_table, sequence.num_promised_blocks, sequence.num_published_blocks = array("i"), 0, 0
 
     def _drop_swapped(self, sequence: Sequence) -> None:
         if sequence.swap_slots:

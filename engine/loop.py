@@ -172,7 +172,7 @@ class EngineLoop:
         if isinstance(results, str):
             self._news += self._fail(plan, results)
         else:
-            self._measure(plan, step_s)
+            self._measure(counts["num_prompt_tokens"] + counts["num_recomputed_tokens"], step_s)
             self._news += self._advance(plan, results)
         outputs, self._news = self._news, []
         if outputs or plan.preempted:
@@ -191,9 +191,10 @@ class EngineLoop:
     def _schedule(self) -> tuple[StepPlan, dict[str, int]]:
         """The next plan, with its blocks given and taken; and what `StepResult` says of it."""
         num_skipped = 0
+        computing = [sequence for sequence in self._live.values() if not sequence.is_decoding]
         with self._pool:
-            for sequence in self._live.values():
-                if sequence.has_blocks and not sequence.is_decoding:
+            for sequence in computing:
+                if sequence.has_blocks:
                     num_skipped += self._holdings.skip_cached(sequence)
             plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
             if plan.preempted:
@@ -205,11 +206,11 @@ class EngineLoop:
             with self._pool:
                 num_looked_up, num_found = self._holdings.apply(plan)
         self._holdings.load(plan)
-        if plan.chunks:
+        if 0 < len(plan.chunks) < len(self._live):
             in_step = {id(chunk.sequence) for chunk in plan.chunks}
             for sequence in self._live.values():
                 sequence.num_waited_steps += id(sequence) not in in_step
-        known = [chunk for chunk in plan.chunks if not chunk.sequence.is_decoding]
+        known = [chunk for chunk in plan.chunks if not chunk.sequence.is_decoding] if computing else []
         num_known = sum(chunk.num_tokens for chunk in known)
         num_again = sum(chunk.num_tokens for chunk in known if chunk.sequence.num_preemptions)
         return plan, {
@@ -234,8 +235,7 @@ class EngineLoop:
             return f"engine step failed: {type(error).__name__}"
         return results
 
-    def _measure(self, plan: StepPlan, step_s: float) -> None:
-        num_tokens = sum(chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1)
+    def _measure(self, num_tokens: int, step_s: float) -> None:
         if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
             self._rates.note_computed(num_tokens, step_s)
 
@@ -261,15 +261,16 @@ class EngineLoop:
     def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterable[SequenceOutput]:
         """Put a step's results into its sequences; those aborted while it ran get nothing."""
         for chunk, sampled in zip(plan.chunks, results, strict=True):
-            sequence = chunk.sequence
-            if self._live.get(sequence.spec.sequence_id) is not sequence:
+            sequence, num_tokens = chunk
+            sequence_id = sequence.spec.sequence_id
+            if self._live.get(sequence_id) is not sequence:
                 continue
             if sampled.error:
-                del self._live[sequence.spec.sequence_id]
+                del self._live[sequence_id]
                 yield self._ended(sequence, "error", sampled.error)
                 continue
-            prompt_logprobs = _news(sequence, sampled)
-            sequence.num_computed_tokens += chunk.num_tokens
+            prompt_logprobs = _news(sequence, sampled) if sampled.prompt_logprobs else ()
+            sequence.num_computed_tokens += num_tokens
             self._holdings.publish(sequence)
             if sampled.token_id is None:
                 yield self._output(sequence, prompt_logprobs=prompt_logprobs)
@@ -279,7 +280,7 @@ class EngineLoop:
             has_ended = finish.reason is not None or sequence.spec.prefill_only
             output = self._output(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs, has_ended, *finish)
             if has_ended:
-                del self._live[sequence.spec.sequence_id]
+                del self._live[sequence_id]
                 self._holdings.end(sequence)
             yield output
 
@@ -319,7 +320,7 @@ class EngineLoop:
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
             num_computed_tokens=sequence.num_computed_tokens,
-            num_cached_tokens=min(sequence.num_cached_tokens, len(spec.prompt) - 1),
+            num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens - 1),
             block_table=tuple(sequence.block_table) if spec.prefill_only else (),
             has_ended=has_ended,
             finish_reason=finish_reason,
@@ -377,8 +378,6 @@ class _Inbox:
 
 def _news(sequence: Sequence, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
     """The log-probabilities of prompt tokens that were not given out before: a preempted prompt is computed twice."""
-    if not sampled.prompt_logprobs:
-        return ()
     num_known = sequence.num_prompt_logprobs - sequence.num_computed_tokens  # entry i is of the token after position i
     sequence.num_prompt_logprobs = max(
         sequence.num_prompt_logprobs, sequence.num_computed_tokens + len(sampled.prompt_logprobs)

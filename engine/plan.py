@@ -9,7 +9,7 @@ from engine.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` uncomputed tokens of one sequence: 1 for a decode, many for a piece of prompt."""
+    """The next `num_tokens` uncomputed tokens of one sequence: 1 for a decode, most often more for a piece of prompt."""
 
     sequence: Sequence
     num_tokens: int
@@ -17,17 +17,15 @@ class Chunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether this chunk reaches the newest known token, so that its last row gives the next one."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+        return self.sequence.num_computed_tokens + self.num_tokens == len(self.sequence.token_ids)
 
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether its tokens' log-probabilities are asked for: not when a preempted sequence is computed again."""
-        return self.sequence.spec.sampling.prompt_logprobs is not None and self.sequence.num_output_tokens == 0
-
-    @property
-    def num_outputs(self) -> int:
-        """How many of its rows, the last ones, get logits."""
-        return self.num_tokens if self.owes_prompt_logprobs else int(self.samples)
+        sequence = self.sequence
+        if sequence.is_plain:
+            return False
+        return sequence.spec.sampling.prompt_logprobs is not None and sequence.num_output_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Decodes first, then prompt chunks. Without chunks: nothing can run now."""
+    """Decodes first, then prompt chunks, those of a single token before the others. Without chunks: nothing can run now."""
 
     chunks: Seq[Chunk] = ()
     preempted: Seq[Sequence] = ()  # yield their blocks before the step

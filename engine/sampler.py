@@ -38,7 +38,7 @@ def sample(
     edited = {
         index: _edit(row, sequence)
         for index, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
-        if _needs_edit(sequence)
+        if not sequence.is_plain and _needs_edit(sequence)
     }
     if known_best is None:
         best = rows.argmax(axis=1)  # the lowest id among equals, or the first NaN
@@ -51,6 +51,9 @@ def sample(
     for index, (sequence, token, height) in enumerate(zip(sequences, best.tolist(), heights, strict=True)):
         if not math.isfinite(height):
             sampled.append(Sampled(None, error=_why_unusable(sequence, height)))
+            continue
+        if sequence.is_plain:
+            sampled.append(Sampled(token))
             continue
         params = sequence.spec.sampling
         if not params.is_greedy:

@@ -79,7 +79,8 @@ def plan_step(sequences: Iterable[Sequence], limits: StepLimits, room: Room, blo
         room: the block pool.
         block_tokens: tokens in one block.
     Returns:
-        Decodes, then prompt chunks, each group in rank; who must yield; who starts. Empty when nothing can run.
+        Decodes, then prompt chunks of one token, then longer ones, each group in rank; who must yield; who starts. Empty
+        when nothing can run.
     """
     return _Planner(sorted(sequences, key=_rank), limits, room, block_tokens).plan()
 
@@ -98,7 +99,6 @@ class _Planner:
     def __init__(self, ranked: list[Sequence], limits: StepLimits, room: Room, block_tokens: int) -> None:
         self._started = [sequence for sequence in ranked if sequence.has_blocks]
         self._waiting = [sequence for sequence in ranked if not sequence.has_blocks]
-        self._ranked = ranked
         self._limits = limits
         self._room = room
         self._block_tokens = block_tokens
@@ -114,9 +114,9 @@ class _Planner:
         running = [s for s in self._started if s not in self._preempted][: self._limits.max_sequences]
         budget = self._limits.max_batched_tokens - len(decodes)
         self._num_slots = self._limits.max_sequences - len(running)
-        prompts = self._prompts([s for s in running if not s.is_decoding], budget)
-        position = {id(sequence): index for index, sequence in enumerate(self._ranked)}
-        prompts.sort(key=lambda chunk: position[id(chunk.sequence)])
+        computing = [s for s in running if not s.is_decoding] if len(decodes) < len(running) else []
+        prompts = self._prompts(computing, budget)
+        prompts.sort(key=lambda chunk: (chunk.num_tokens > 1, _rank(chunk.sequence)))
         return StepPlan((*decodes, *prompts), tuple(self._preempted), tuple(self._starts), self._num_kept)
 
     def _decodes(self) -> list[Chunk]:

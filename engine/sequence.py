@@ -1,5 +1,6 @@
 """One sequence while the engine runs it. The loop owns it; a runner only reads it, all but `counts`."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from core.hashing import hash_blocks
@@ -16,9 +17,11 @@ class Sequence:
     spec: SequenceSpec
     number: int = 0  # order of arrival
     token_ids: list[int] = field(init=False)  # prompt, then output
-    block_table: list[int] = field(init=False)  # holds every computed token, and those of the next step
+    block_table: "array[int]" = field(init=False)  # holds every computed token, and those of the next step
     num_promised_blocks: int = field(init=False)  # set aside in the pool for its growth
     num_computed_tokens: int = field(init=False)
+    num_prompt_tokens: int = field(init=False)  # this and the next are kept here for speed: every step asks for them
+    is_plain: bool = field(init=False)  # greedy, and nobody edits its logits or asks to see any
     counts: TokenCounts | None = None  # for penalties: the sampler's, kept here so that it ends with the sequence
     num_cached_tokens: int = 0  # found in the cache until it first had to yield
     num_published_blocks: int = 0
@@ -30,14 +33,18 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.spec.prompt, *self.spec.output]
-        self.block_table = list(self.spec.block_table)
+        self.block_table = array("i", self.spec.block_table)
         self.num_promised_blocks = self.spec.num_promised_blocks
         self.num_computed_tokens = self.spec.num_computed_tokens
+        self.num_prompt_tokens = len(self.spec.prompt)
+        sampling = self.spec.sampling
+        shows_logits = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self.is_plain = sampling.is_greedy and not sampling.edits_logits and not shows_logits
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far, the ones sampled elsewhere included."""
-        return len(self.token_ids) - len(self.spec.prompt)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -45,7 +52,7 @@ class Sequence:
         if self.spec.prefill_only:
             return len(self.token_ids)
         assert self.spec.sampling.max_tokens is not None, f"{self.spec.sequence_id}: max_tokens is not set"
-        return len(self.spec.prompt) + self.spec.sampling.max_tokens
+        return self.num_prompt_tokens + self.spec.sampling.max_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -60,8 +67,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether the next step computes just the newest token."""
-        num_tokens = len(self.token_ids)  # spelled out: the loop asks this of every sequence, several times a step
-        return self.num_computed_tokens == num_tokens - 1 and num_tokens > len(self.spec.prompt)
+        num_tokens = len(self.token_ids)  # spelled out: the loop asks this of every sequence in every step
+        return self.num_computed_tokens == num_tokens - 1 and num_tokens > self.num_prompt_tokens
 
     def hashes(self, block_tokens: int) -> list[bytes]:
         """The hash of each full block of known tokens; none where its blocks are nobody else's business."""

@@ -1,6 +1,7 @@
 """Carries out step plans with torch: builds the batch, runs the model, samples."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from engine.weights import Progress, WeightReader, checkpoint_dtype, weights_has
 from kernels.native.ops import Quantization
 
 LOGPROB_ROWS = 64  # logits of a prompt that exist at once
+NOTHING = Sampled(None)
 
 
 class TorchRunner:
@@ -51,28 +53,31 @@ class TorchRunner:
         """
         if not plan.chunks:
             return []
-        # Single tokens of any kind go through decode attention, which takes them all at once.
-        order = sorted(plan.chunks, key=lambda chunk: chunk.num_tokens > 1)
-        hidden = self._model.forward(build_batch(order, self._block_tokens), self._cache)
-        ends, row = {}, 0
-        for chunk in order:
-            row += chunk.num_outputs
-            ends[chunk.sequence.spec.sequence_id] = row
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        sampled: Iterator[Sampled] = iter(())
-        if sampling:
-            rows = [ends[sequence.spec.sequence_id] - 1 for sequence in sampling]
-            is_all = rows == list(range(len(hidden)))
-            logits = self._model.logits(hidden if is_all else hidden[torch.tensor(rows, device=hidden.device)])
-            sampled = iter(sample(logits.rows.cpu(), sampling, self._weigh, logits.best))
-        results = []
-        for chunk in plan.chunks:
-            result = next(sampled) if chunk.samples else Sampled(None)
-            if chunk.owes_prompt_logprobs and not result.error:
-                end = ends[chunk.sequence.spec.sequence_id]
-                result = self._with_prompt_logprobs(result, chunk, hidden[end - chunk.num_tokens : end])
-            results.append(result)
-        return results
+        chunks = plan.chunks
+        batch = build_batch(chunks, self._block_tokens)
+        samples = [chunk.samples for chunk in chunks]
+        sampling = [chunk.sequence for chunk, does in zip(chunks, samples, strict=True) if does]
+        hidden = self._model.forward(batch, self._cache)
+        if len(hidden) == len(sampling):
+            return _spread(self._sample(hidden, sampling), samples)
+        # Some prompt's log-probabilities are asked for: it has a row for each of its tokens.
+        rows = list(_rows_of(chunks))
+        last = [of_chunk.stop - 1 for of_chunk, does in zip(rows, samples, strict=True) if does]
+        newest = hidden[torch.tensor(last, dtype=torch.long, device=hidden.device)]
+        results = _spread(self._sample(newest, sampling), samples)
+        return [
+            self._with_prompt_logprobs(result, chunk, hidden[of_chunk])
+            if chunk.owes_prompt_logprobs and not result.error
+            else result
+            for result, chunk, of_chunk in zip(results, chunks, rows, strict=True)
+        ]
+
+    def _sample(self, hidden: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+        """The next token of each sequence. `hidden`: [n, hidden size], the row of its newest token."""
+        if not sequences:
+            return []
+        logits = self._model.logits(hidden)
+        return sample(logits.rows.cpu(), sequences, self._weigh, logits.best)
 
     def _with_prompt_logprobs(self, sampled: Sampled, chunk: Chunk, hidden: Tensor) -> Sampled:
         """Add those of the prompt tokens that follow the chunk's. `hidden`: [tokens of the chunk, hidden size]."""
@@ -114,6 +119,20 @@ class TorchRunner:
             sequence.num_computed_tokens += chunk.num_tokens
             assert sampled.token_id is not None, "the chunk reaches the newest token"
             sequence.token_ids.append(sampled.token_id)
+
+
+def _spread(sampled: Seq[Sampled], samples: Seq[bool]) -> list[Sampled]:
+    """One result for each chunk, given those of the chunks that sample."""
+    following = iter(sampled)
+    return [next(following) if does else NOTHING for does in samples]
+
+
+def _rows_of(chunks: Seq[Chunk]) -> Iterator[slice]:
+    """Of each chunk: which of the batch's outputs are its own."""
+    end = 0
+    for chunk in chunks:
+        begin, end = end, end + (chunk.num_tokens if chunk.owes_prompt_logprobs else chunk.samples)
+        yield slice(begin, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

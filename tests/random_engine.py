@@ -321,13 +321,14 @@ class RandomEngine:
         decodes = [s for s in started[: self.limits.max_sequences] if s.is_decoding and s not in plan.preempted]
         assert planned[: len(decodes)] == decodes, "a decoding sequence is left out"
         prompts = plan.chunks[len(decodes) :]
-        assert [chunk.sequence for chunk in prompts] == sorted((chunk.sequence for chunk in prompts), key=rank)
+        assert list(prompts) == sorted(prompts, key=lambda chunk: (chunk.num_tokens > 1, rank(chunk.sequence)))
         computing = [sequence for sequence in running if not sequence.is_decoding]
         if computing:
-            assert rank(prompts[0].sequence) <= rank(computing[0]), "the first prompt is left out"
-            if prompts[0].sequence is computing[0]:
+            first = min(prompts, key=lambda chunk: rank(chunk.sequence))
+            assert rank(first.sequence) <= rank(computing[0]), "the first prompt is left out"
+            if first.sequence is computing[0]:
                 half = -(-(self.limits.max_batched_tokens - len(decodes)) // 2)
-                assert prompts[0].num_tokens >= min(half, computing[0].num_uncomputed_tokens)
+                assert first.num_tokens >= min(half, computing[0].num_uncomputed_tokens)
         if self.live and (started or not self.holds):
             assert plan.chunks or plan.preempted, "nothing moves"
 

