@@ -60,11 +60,14 @@ typedef struct {
     const int32_t *outputs;  // [num_outputs] tokens whose hidden rows are wanted, ascending; of the others only the KV is
 } baton_batch;
 
+// What a pool's memory is kept for, from step to step: to map and clear new memory takes longer than much of the work in it.
+typedef enum { BATON_ACTIVATIONS, BATON_OPERAND, BATON_HIGHEST, BATON_NUM_USES } baton_use;
+
 // pool.c
 baton_pool *baton_pool_create(int num_workers);
 void baton_pool_destroy(baton_pool *pool);
 int baton_pool_size(const baton_pool *pool);
-void *baton_pool_memory(baton_pool *pool, int64_t bytes);
+void *baton_pool_memory(baton_pool *pool, baton_use use, int64_t bytes);
 void baton_run(baton_pool *pool, baton_task task, void *job, int64_t num_pieces);
 
 // Takes the next `count` of a task's `n` pieces, as [begin, end); false: none is left.
@@ -89,8 +92,7 @@ int baton_pack(const baton_linear *linear, const void *rows, int64_t num_rows, i
 void baton_unpack_row(const baton_linear *linear, int64_t row, float *to);
 
 // linear.c
-int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows);
-int baton_multiply_best(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best);
+int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best);
 
 // attention.c
 int baton_can_attend(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim);

@@ -87,7 +87,7 @@ _FUNCTIONS = {  # name: (result, arguments)
     "baton_packed_bytes": (c_int64, (_LINEAR,)),
     "baton_pack": (c_int, (_LINEAR, c_void_p, c_int64, c_int64, c_int)),
     "baton_unpack_row": (None, (_LINEAR, c_int64, c_void_p)),
-    "baton_multiply": (c_int, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64)),
+    "baton_multiply": (c_int, (c_void_p, _LINEAR, c_void_p, c_void_p, c_int64, c_void_p)),
     "baton_rms_norm": (
         None,
         (c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int),

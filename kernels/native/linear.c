@@ -3,8 +3,6 @@
 // A row's result does not depend on the batch around it, nor on the number of threads. In float32 every element is one
 // chain of fused multiply-adds in the order of the inputs. In integers a group of inputs is added up exactly, whatever the
 // order; the groups' sums, times their scales, are one such chain again.
-#include <stdlib.h>
-
 #include "panel.h"
 
 enum {
@@ -290,7 +288,7 @@ static void multiply_panels(void *arg, void *scratch) {
 static int encode(baton_pool *pool, const float *x, int64_t num_rows, int64_t num_inputs, operand *to) {
     to->padded = padded_inputs(num_inputs);
     int64_t num_scales = to->padded / X_GROUP, num_sums = to->padded / GROUP;
-    float *memory = baton_pool_memory(pool, num_rows * (to->padded * 2 + (num_scales + num_sums) * 4));
+    float *memory = baton_pool_memory(pool, BATON_OPERAND, num_rows * (to->padded * 2 + (num_scales + num_sums) * 4));
     if (!memory) return 0;
     to->scales = memory;
     to->sums = to->scales + num_rows * num_scales;
@@ -319,13 +317,16 @@ static void find_best(const product *job, int32_t *best) {
         while (job->y[r * linear->num_outputs + best[r]] < highest[r]) best[r]++;
 }
 
-static int multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
+// y[num_rows, num_outputs, or half of them] = x[num_rows, num_inputs] * W^T + bias, gated or not. Where `best` is not null,
+// and the product not gated, also which output of each row is the highest: the first of equal ones; a NaN before any.
+// Returns 0, or -1 when there is no memory for the work.
+int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
     int64_t panels = num_panels(linear), workers = baton_pool_size(pool);
     // Several pieces each, so that one that comes late or is slowed down does less of them.
     int64_t at_once = workers == 1 ? panels : (panels + 4 * workers - 1) / (4 * workers);
     int64_t block = num_rows ? even_part(num_rows, MAX_BLOCK_ROWS) : 1;
-    float *highest = NULL;
-    if (best && posix_memalign((void **)&highest, 64, (size_t)(block * panels) * sizeof *highest)) return -1;
+    float *highest = best ? baton_pool_memory(pool, BATON_HIGHEST, block * panels * (int64_t)sizeof *highest) : NULL;
+    if (best && !highest) return -1;
     int failed = 0;
     for (int64_t row = 0; row < num_rows; row += block) {
         product job = {.linear = linear, .y = y + row * num_columns(linear), .highest = highest, .panels_at_once = at_once};
@@ -340,16 +341,5 @@ static int multiply(baton_pool *pool, const baton_linear *linear, const float *x
         baton_run(pool, multiply_panels, &job, (panels + at_once - 1) / at_once);
         if (best) find_best(&job, best + row);
     }
-    free(highest);
     return -failed;
-}
-
-// y[num_rows, num_outputs, or half of them] = x[num_rows, num_inputs] * W^T + bias, gated or not. Returns 0, or -1 when there is no memory for the work.
-int baton_multiply(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows) {
-    return multiply(pool, linear, x, y, num_rows, NULL);
-}
-
-// The same for one that is not gated, and which output of each row is the highest: the first of equal ones; a NaN before any.
-int baton_multiply_best(baton_pool *pool, const baton_linear *linear, const float *x, float *y, int64_t num_rows, int32_t *best) {
-    return multiply(pool, linear, x, y, num_rows, best);
 }

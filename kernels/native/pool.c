@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "baton.h"
 
@@ -19,6 +20,8 @@
 // A step has hundreds of tasks microseconds apart: worth spinning for one, not worth burning a core between steps.
 enum { MAX_SPINS = 4000 };
 
+enum { LARGE_PAGE = 2 << 20 };
+
 typedef struct {
     baton_pool *pool;
     void *scratch;
@@ -28,8 +31,8 @@ typedef struct {
 struct baton_pool {
     int num_workers;
     worker *workers;  // workers[0] is whoever calls
-    void *memory;     // the caller's, between tasks
-    int64_t memory_bytes;
+    void *memory[BATON_NUM_USES];  // the caller's, between tasks
+    int64_t memory_bytes[BATON_NUM_USES];
     baton_task task;
     void *job;
     atomic_ulong round;  // of the task; changed under `lock`
@@ -60,6 +63,17 @@ static void *work(void *arg) {
     }
 }
 
+// In large pages, where the system has some: with small ones a step waits for address translations. Null: there is not so much.
+static void *allocate(int64_t bytes) {
+    void *memory;
+    size_t size = ((size_t)bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    if (posix_memalign(&memory, LARGE_PAGE, size)) return NULL;
+#if defined(MADV_HUGEPAGE)
+    madvise(memory, size, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
 static void begin(baton_pool *pool) {
     pthread_mutex_lock(&pool->lock);
     atomic_fetch_add(&pool->round, 1);
@@ -80,8 +94,7 @@ baton_pool *baton_pool_create(int num_workers) {
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->begun, NULL);
     for (int i = 0; i < num_workers; i++) {
-        workers[i] = (worker){.pool = pool};
-        if (posix_memalign(&workers[i].scratch, 64, BATON_SCRATCH_BYTES)) workers[i].scratch = NULL;
+        workers[i] = (worker){.pool = pool, .scratch = allocate(BATON_SCRATCH_BYTES)};
         int failed = !workers[i].scratch || (i && pthread_create(&workers[i].thread, NULL, work, &workers[i]));
         if (failed) {
             free(workers[i].scratch);
@@ -102,19 +115,19 @@ void baton_pool_destroy(baton_pool *pool) {
     }
     pthread_cond_destroy(&pool->begun);
     pthread_mutex_destroy(&pool->lock);
-    free(pool->memory);
+    for (int use = 0; use < BATON_NUM_USES; use++) free(pool->memory[use]);
     free(pool->workers);
     free(pool);
 }
 
-// At least so many bytes, the caller's until the next call of this; null: there are not so many.
-void *baton_pool_memory(baton_pool *pool, int64_t bytes) {
-    if (bytes > pool->memory_bytes) {
-        free(pool->memory);
-        if (posix_memalign(&pool->memory, 64, (size_t)bytes)) pool->memory = NULL;
-        pool->memory_bytes = pool->memory ? bytes : 0;
+// At least so many bytes, the caller's until the next call of this for the same use; null: there are not so many.
+void *baton_pool_memory(baton_pool *pool, baton_use use, int64_t bytes) {
+    if (bytes > pool->memory_bytes[use]) {
+        free(pool->memory[use]);
+        pool->memory[use] = allocate(bytes);
+        pool->memory_bytes[use] = pool->memory[use] ? bytes : 0;
     }
-    return pool->memory;
+    return pool->memory[use];
 }
 
 int baton_pool_size(const baton_pool *pool) { return pool->num_workers; }

@@ -1,5 +1,5 @@
 // One step of the whole model in one call.
-#include <stdlib.h>
+#include <stdint.h>
 
 #include "baton.h"
 #include "vec.h"
@@ -34,10 +34,10 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
     int64_t n = batch->num_tokens, size = model->hidden_size, inter = model->intermediate_size;
     int64_t block = min64(n, BLOCK_ROWS), q_size = model->num_heads * model->head_dim;
     int64_t qkv_size = q_size + 2 * model->num_kv_heads * model->head_dim;
-    float *memory = NULL;
     int64_t floats = n * (size + qkv_size + q_size) + block * (2 * size + inter);
-    if (posix_memalign((void **)&memory, 64, (size_t)floats * sizeof *memory)) return -1;
-    float *hidden = memory, *qkv = hidden + n * size, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
+    float *hidden = baton_pool_memory(pool, BATON_ACTIVATIONS, floats * (int64_t)sizeof *hidden);
+    if (!hidden) return -1;
+    float *qkv = hidden + n * size, *attended = qkv + n * qkv_size, *normed = attended + n * q_size;
     float *delta = normed + block * size, *gated = delta + block * size;
 
     embedding_job embedding = {model, batch, hidden, 0};
@@ -48,7 +48,7 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
         for (int64_t row = 0; row < n; row += block) {
             int64_t rows = min64(block, n - row);
             baton_rms_norm(pool, hidden + row * size, NULL, layer->input_norm, model->norm_eps, normed, rows, size, BATON_F32);
-            failed |= baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows);
+            failed |= baton_multiply(pool, &layer->qkv, normed, qkv + row * qkv_size, rows, NULL);
         }
         baton_attend(pool, model, batch, number, qkv, attended, BATON_F32);
         if (number == model->num_layers - 1) {
@@ -60,25 +60,24 @@ int baton_forward(baton_pool *pool, const baton_model *model, const baton_batch 
         for (int64_t row = 0; row < n; row += block) {
             int64_t rows = min64(block, n - row);
             float *x = hidden + row * size;
-            failed |= baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows);
+            failed |= baton_multiply(pool, &layer->o, attended + row * q_size, delta, rows, NULL);
             baton_rms_norm(pool, x, delta, layer->post_norm, model->norm_eps, normed, rows, size, BATON_F32);
-            failed |= baton_multiply(pool, &layer->gate_up, normed, gated, rows);
-            failed |= baton_multiply(pool, &layer->down, gated, delta, rows);
+            failed |= baton_multiply(pool, &layer->gate_up, normed, gated, rows, NULL);
+            failed |= baton_multiply(pool, &layer->down, gated, delta, rows, NULL);
             baton_rms_norm(pool, x, delta, NULL, model->norm_eps, NULL, rows, size, BATON_F32);
         }
     }
     memcpy(outputs, hidden, (size_t)(n * size) * sizeof *outputs);
-    free(memory);
     return failed;
 }
 
 // logits[num_rows, num_outputs of the head] of rows of what `baton_forward` gave, and the best token of each. Returns as that does.
 int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden, int64_t num_rows, float *logits, int32_t *best) {
-    float *normed = NULL;
-    if (posix_memalign((void **)&normed, 64, (size_t)(num_rows * model->hidden_size) * sizeof *normed)) return -1;
-    memcpy(normed, hidden, (size_t)(num_rows * model->hidden_size) * sizeof *normed);
+    int64_t bytes = num_rows * model->hidden_size * (int64_t)sizeof(float);
+    float *normed = baton_pool_memory(pool, BATON_ACTIVATIONS, bytes);
+    if (!normed) return -1;
+    memcpy(normed, hidden, (size_t)bytes);
     baton_rms_norm(pool, normed, NULL, model->final_norm, model->norm_eps, normed, num_rows, model->hidden_size, BATON_F32);
-    int failed = baton_multiply_best(pool, &model->head, normed, logits, num_rows, best);
-    free(normed);
+    int failed = baton_multiply(pool, &model->head, normed, logits, num_rows, best);
     return failed;
 }
