@@ -82,10 +82,7 @@ def build_batch(chunks: Seq[Chunk], block_tokens: int) -> Batch:
             token_ids.extend(sequence.token_ids[start:end])
         num_rows += num_tokens
         first_rows.append(num_rows)
-        if chunk.owes_prompt_logprobs:
-            outputs.extend(range(num_rows - num_tokens, num_rows))
-        elif chunk.samples:
-            outputs.append(num_rows - 1)
+        outputs.extend(range(num_rows - chunk.num_outputs, num_rows))
     return Batch(
         token_ids=_ints(token_ids),
         num_decodes=num_decodes,

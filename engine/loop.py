@@ -56,7 +56,7 @@ class EngineLoop:
         swap_memory: the blocks' bytes and how many bytes of host memory preempted sequences may be swapped to; None: they
             are always computed anew.
         cores: that the engine's thread keeps to; empty: any.
-        plan: chooses a step; `plan_step` unless a worker needs another order.
+        plan: chooses a step; `plan_step` unless a worker needs another order. What `StepPlan` promises holds for any.
         clock: for `step_s` and `stalled_s`.
     """
 

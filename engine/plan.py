@@ -27,6 +27,11 @@ class Chunk(NamedTuple):
             return False
         return sequence.spec.sampling.prompt_logprobs is not None and sequence.num_output_tokens == 0
 
+    @property
+    def num_outputs(self) -> int:
+        """How many of its rows, the last ones, get logits."""
+        return self.num_tokens if self.owes_prompt_logprobs else int(self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

@@ -62,7 +62,7 @@ class StepGate:
         """Whether a step waits at the gate now."""
         return self._num_arrived > self._num_allowed
 
-    def wait_until_holding(self, timeout_s: float = 10.0) -> None:
+    def wait_until_holding(self, timeout_s: float = 60.0) -> None:
         """Block until a step waits at the gate; TimeoutError when none comes."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_holding, timeout_s):

@@ -46,11 +46,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
-        """Compute one step; see `engine.plan.Runner`.
-
-        Raises:
-            InternalError: the model computed no usable logits for a sequence.
-        """
+        """Compute one step; see `engine.plan.Runner`."""
         if not plan.chunks:
             return []
         chunks = plan.chunks
@@ -105,7 +101,7 @@ class TorchRunner:
         sampling = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
         spec = SequenceSpec(
             sequence_id="warm-up",
-            prompt=(0,) * (self._block_tokens - 1),
+            prompt=(0,) * max(self._block_tokens - 1, 1),
             sampling=sampling,
             eos_token_ids=(),
             block_table=(0,),
@@ -131,7 +127,7 @@ def _rows_of(chunks: Seq[Chunk]) -> Iterator[slice]:
     """Of each chunk: which of the batch's outputs are its own."""
     end = 0
     for chunk in chunks:
-        begin, end = end, end + (chunk.num_tokens if chunk.owes_prompt_logprobs else chunk.samples)
+        begin, end = end, end + chunk.num_outputs
         yield slice(begin, end)
 
 

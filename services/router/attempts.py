@@ -196,16 +196,17 @@ class Attempts:
             cache_salt=answer.cache_salt,
         )
         decode = self.fleet.get(placement.decode)
+        silence_s = self._limits.worker_silence_s
         if placement.prefill is None:
-            await call_worker(decode, decode.decode_stub.Run, worker_pb2.RunRequest(sequence=sequence))
+            await call_worker(decode, decode.decode_stub.Run, worker_pb2.RunRequest(sequence=sequence), silence_s)
             answer.marks.note_reserved(self._clock())
             return
         prefill = self.fleet.get(placement.prefill)
-        ticket = await call_worker(decode, decode.decode_stub.Reserve, worker_pb2.ReserveRequest(sequence=sequence))
+        reserve = worker_pb2.ReserveRequest(sequence=sequence)
+        ticket = await call_worker(decode, decode.decode_stub.Reserve, reserve, silence_s)
         answer.marks.note_reserved(self._clock())
-        await call_worker(
-            prefill, prefill.prefill_stub.Prefill, worker_pb2.PrefillRequest(sequence=sequence, ticket=ticket)
-        )
+        request = worker_pb2.PrefillRequest(sequence=sequence, ticket=ticket)
+        await call_worker(prefill, prefill.prefill_stub.Prefill, request, silence_s)
 
     def _let_go(self, sequence_id: str) -> None:
         """End an attempt everywhere: at workers that may still hold the sequence, and in every account here."""

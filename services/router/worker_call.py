@@ -11,7 +11,9 @@ from core.errors import CapacityError, DeadlineError, UnavailableError
 from services.common import rpc
 from services.router.fleet import RemoteWorker
 
-RPC_TIMEOUT_S = 5.0  # accepting a sequence takes a worker microseconds
+RPC_TIMEOUT_S = (
+    5.0  # accepting a sequence takes a worker microseconds; one that may be silent for longer gets that long
+)
 
 
 class RefusedError(CapacityError):
@@ -30,10 +32,12 @@ class BrokenWorkerError(UnavailableError):
         self.worker = worker
 
 
-async def call_worker(worker: RemoteWorker, method: Callable[..., Awaitable[Any]], request: Message) -> Any:
+async def call_worker(
+    worker: RemoteWorker, method: Callable[..., Awaitable[Any]], request: Message, worker_silence_s: float
+) -> Any:
     """Call a worker. Raises RefusedError, BrokenWorkerError, or the ServingError that the request itself earned."""
     try:
-        return await method(request, timeout=RPC_TIMEOUT_S)
+        return await method(request, timeout=max(RPC_TIMEOUT_S, worker_silence_s))
     except (aio.UsageError, asyncio.CancelledError) as closed:
         task = asyncio.current_task()
         if isinstance(closed, asyncio.CancelledError) and task is not None and task.cancelling():
