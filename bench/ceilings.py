@@ -42,11 +42,11 @@ class Costs:
 
     Args:
         config: the model's shape.
-        weight_bytes: of one weight in memory.
+        layer_weight_bytes, head_weight_bytes: of one weight in memory, its part of the scales included.
         kv_bytes: of one element of the KV.
     """
 
-    def __init__(self, config: ModelConfig, weight_bytes: int, kv_bytes: int) -> None:
+    def __init__(self, config: ModelConfig, layer_weight_bytes: float, head_weight_bytes: float, kv_bytes: int) -> None:
         shapes = expected_shapes(config)
         weights = {name: shape[0] * shape[1] for name, shape in shapes.items() if len(shape) == 2}
         layers = {name: size for name, size in weights.items() if name.startswith("model.layers.")}
@@ -57,7 +57,7 @@ class Costs:
             size for name, size in layers.items() if name.startswith((f"{last}self_attn.o_proj", f"{last}mlp."))
         )
         self._head_weights = config.vocab_size * config.hidden_size
-        self._weight_bytes = weight_bytes
+        self._layer_weight_bytes, self._head_weight_bytes = layer_weight_bytes, head_weight_bytes
         self._layer_kv_bytes = 2 * config.num_kv_heads * config.head_dim * kv_bytes
         self._windows = config.sliding_windows
 
@@ -69,10 +69,12 @@ class Costs:
             num_sampled: of them, those that get logits.
             contexts: of each sequence, the tokens it has after the step.
         """
-        weights = self._layer_weights + (self._head_weights if num_sampled else 0)
-        read_bytes = weights * self._weight_bytes + sum(self._kv_bytes(context) for context in contexts)
-        early, late = self._layer_weights - self._late_weights, self._late_weights + self._head_weights
-        return Work(2.0 * (num_rows * early + num_sampled * late), float(read_bytes))
+        early = self._layer_weights - self._late_weights
+        read_bytes = early * self._layer_weight_bytes + sum(self._kv_bytes(context) for context in contexts)
+        if num_sampled:
+            read_bytes += self._late_weights * self._layer_weight_bytes + self._head_weights * self._head_weight_bytes
+        late = self._late_weights + self._head_weights
+        return Work(2.0 * (num_rows * early + num_sampled * late), read_bytes)
 
     def _kv_bytes(self, context: int) -> int:
         tokens = sum(min(context, window or context) for window in self._windows)

@@ -18,7 +18,7 @@ from rich.console import Console
 from bench.ceilings import Ceilings, Costs
 from bench.engine_points import Decode, Loop, Point, Prefill, Rig, Sample, why_not
 from bench.engine_report import ceilings_row, memory_row, rows, tables
-from bench.peers.report import environment, finish
+from bench.peers.report import environment, finish, new_file
 from bench.process import Memory, age_s, commit
 from core.errors import BatonError, ConfigError
 from engine.build import BuiltEngine, build_engine
@@ -40,6 +40,8 @@ QUICK: dict[str, Any] = {"batch": (1, 8), "context": (128,), "prompt": (128, 512
 FULL_VISIT_S, QUICK_VISIT_S = 0.5, 0.1  # how long a point is timed in one round, at least
 MAX_POINT_S = 60.0  # a point that was timed for so long is not visited in further rounds
 LOOP_STEPS = 20
+# Of one weight of the layers, and of the head, which is int8 in both; with the scale of each 32, int4 also a minimum.
+QUANTIZED_BYTES = {"int8": (1.125, 1.125), "int4": (0.75, 1.125)}
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -51,7 +53,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, a .gguf file or a fetched name")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     parser.add_argument("--device", default="cpu", help="where to compute")
-    parser.add_argument("--threads", type=_count, default=1, help="compute threads")
+    parser.add_argument("--threads", type=_threads, default=1, help="compute threads, at most one for each core")
     parser.add_argument("--cores", type=_cores, help="pin this process to these cores, e.g. 0 or 2,3")
     parser.add_argument("--batch", type=_counts, help="sequences decoded at once, e.g. 1,8,32")
     parser.add_argument("--context", type=_counts, help="tokens that each of them has; the loop takes the first")
@@ -60,12 +62,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer points and rounds, where they are not given")
     parser.add_argument("--max-batched-tokens", type=_count, default=512, help="tokens of one prompt chunk")
     parser.add_argument("--block-tokens", type=_count, default=16, help="tokens in one KV block")
-    parser.add_argument("--kv-memory", default="4GiB", help="for KV blocks at most; points that need more are skipped")
+    parser.add_argument(
+        "--kv-memory", type=_size, default="4GiB", help="for KV blocks at most; points that need more are skipped"
+    )
     parser.add_argument(
         "--quantization", choices=["none", "int8", "int4"], default="none", help="of the weights, on load"
     )
     parser.add_argument("--deterministic", action="store_true", help="results that do not depend on the batch")
-    parser.add_argument("--output", type=Path, help="write the JSON line to this file too")
+    parser.add_argument("--output", type=new_file, help="write the JSON line to this file too")
     args = parser.parse_args(arguments)
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
@@ -79,6 +83,20 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
+
+
+def _threads(text: str) -> int:
+    threads, num_cores = _count(text), len(os.sched_getaffinity(0))
+    if threads > num_cores:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the {num_cores} cores this process may use")
+    return threads
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -118,7 +136,7 @@ def load(args: argparse.Namespace, folder: Path, limits: StepLimits) -> BuiltEng
             device=args.device,
             block_tokens=args.block_tokens,
             num_blocks=0,
-            kv_memory_bytes=parse_size(args.kv_memory),
+            kv_memory_bytes=args.kv_memory,
             threads=args.threads,
             limits=limits,
             deterministic=args.deterministic,
@@ -165,7 +183,8 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], dic
     rig.close()
 
     stored = checkpoint_dtype(folder)
-    costs = Costs(built.config, weight_bytes=min(stored.itemsize, dtype.itemsize), kv_bytes=dtype.itemsize)
+    layer_bytes, head_bytes = QUANTIZED_BYTES.get(args.quantization, (min(stored.itemsize, dtype.itemsize),) * 2)
+    costs = Costs(built.config, layer_bytes, head_bytes, kv_bytes=dtype.itemsize)
     sweeps = rows(samples, ceilings, costs)
     env = environment(
         commit=commit(),

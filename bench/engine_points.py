@@ -256,9 +256,10 @@ class Loop:
         rig.steps.expect(self.batch)
         num_blocks = rig.blocks_for(self.context + 1)
         promise = rig.blocks_for(self.max_tokens) - num_blocks
-        for number in range(self.batch):
-            blocks = rig.pool.acquire(num_blocks, promise=promise).blocks
-            rig.loop.submit(rig.spec(f"loop-{number}", self.context, self.steps, blocks, promise))
+        with rig.pool:  # which the engine needs to plan: they all come at once
+            for number in range(self.batch):
+                blocks = rig.pool.acquire(num_blocks, promise=promise).blocks
+                rig.loop.submit(rig.spec(f"loop-{number}", self.context, self.steps, blocks, promise))
         return rig.steps.of_all(LOOP_TIMEOUT_S)
 
     def work(self, costs: Costs) -> Work:
@@ -303,11 +304,14 @@ class _Steps:
                 raise InternalError(f"{self._num_expected} sequences did not end within {timeout_s} s")
             if self._error:
                 raise InternalError(f"the engine failed: {self._error}")
-            return [
+            samples = [
                 Sample(step.ended - last.ended, step.ended_cpu - last.ended_cpu, step.model_s)
                 for last, step in pairwise(self._steps)
                 if last.num_tokens == step.num_tokens == self._num_expected
             ]
+        if not samples:
+            raise InternalError(f"no two steps in a row gave all {self._num_expected} sequences a token; measure again")
+        return samples
 
 
 def why_not(point: Point, config: ModelConfig, block_tokens: int, max_blocks: int) -> str | None:

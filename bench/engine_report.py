@@ -30,7 +30,7 @@ def rows(samples: Mapping[Point, Seq[Sample]], ceilings: Ceilings, costs: Costs)
     """The sweeps, in the order the points were given; times in ms, medians, with both quartiles.
 
     `cpu_ms` is the processor time of the same work; where it is well below, something else had the core. `overhead_ms` is
-    what is spent outside the model: on plans, blocks, batches and sampling.
+    what is spent outside the model: on batches and sampling, in the loop on plans, blocks and outputs too.
 
     Args:
         samples: of every point.

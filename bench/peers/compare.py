@@ -12,6 +12,7 @@ A command runs pinned to `--core` and ends its stdout with a benchmark's JSON li
 `--client-core`; the server is pinned by whoever starts it (`serve_vllm.sh`).
 """
 
+import argparse
 import json
 import shlex
 import statistics
@@ -44,10 +45,11 @@ def measure(program: Program) -> Figures:
     ran = subprocess.run(pinned, capture_output=True, text=True, check=False)  # noqa: S603
     if ran.returncode != 0:
         raise RuntimeError(f"{shlex.join(pinned)} ended with {ran.returncode}: {ran.stderr[-2000:]}")
-    line = json.loads(ran.stdout.splitlines()[-1])
-    if not line["ok"]:
-        raise RuntimeError(f"{program.name} calls its own result not ok: {line}")
-    return figures(line["results"])
+    last = ran.stdout.strip().rpartition("\n")[2]
+    try:
+        return figures(json.loads(last)["results"])
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise RuntimeError(f"{program.name} does not end with a benchmark's JSON line but with {last!r}") from error
 
 
 def figures(results: dict[str, list[dict[str, Any]]]) -> Figures:
@@ -92,17 +94,32 @@ def spread(values: list[float]) -> str:
 
 
 def ratio(values: list[float], others: list[float]) -> str:
-    if not values or not others:
+    if not values or not others or statistics.median(others) == 0:
         return ""
     return f"{statistics.median(values) / statistics.median(others):.2f}"
+
+
+def named(text: str) -> tuple[str, str]:
+    """An argparse type: NAME=VALUE."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def above_0(text: str) -> int:
+    """An argparse type: a number of times."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
 
 
 def programs(args: Any) -> list[Program]:
     """The commands and servers of the command line."""
     found = []
-    for name, _, command in (given.partition("=") for given in args.command):
+    for name, command in args.command:
         found.append(Program(name, shlex.split(command), args.core))
-    for name, _, url in (given.partition("=") for given in args.server):
+    for name, url in args.server:
         client = [sys.executable, "-m", "bench.peers.openai_stream", url, "--model", args.model]
         client += shlex.split(args.server_options)
         found.append(Program(name, client, args.client_core))
@@ -120,20 +137,23 @@ def require_ready(name: str, url: str) -> None:
 
 def main() -> None:
     args_parser = parser("Measure several engines in turn and compare their medians.")
-    args_parser.add_argument("--command", action="append", default=[], metavar="NAME=COMMAND")
-    args_parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
+    args_parser.add_argument("--command", type=named, action="append", default=[], metavar="NAME=COMMAND")
+    args_parser.add_argument("--server", type=named, action="append", default=[], metavar="NAME=URL")
     args_parser.add_argument("--model", default="m", help="the name the servers serve it under")
     args_parser.add_argument("--server-options", default="", help="of openai_stream, e.g. '--batch 1 --prompt 512'")
     args_parser.add_argument("--subject", default="baton", help="whose medians are divided by the others'")
-    args_parser.add_argument("--rounds", type=int, default=3)
+    args_parser.add_argument("--rounds", type=above_0, default=3)
     args_parser.add_argument("--core", type=int, default=1, help="where commands run")
     args_parser.add_argument("--client-core", type=int, default=0, help="where the client of a server runs")
     args = args_parser.parse_args()
 
     columns = programs(args)
-    for name, _, url in (given.partition("=") for given in args.server):
+    names = {column.name for column in columns}
+    if len(names) < len(columns):
+        args_parser.error("every program needs a name of its own")
+    for name, url in args.server:
         require_ready(name, url)
-    if args.subject not in {column.name for column in columns}:
+    if args.subject not in names:
         args_parser.error(f"--subject {args.subject}: not among the given commands and servers")
     env = environment(rounds=args.rounds, commands={column.name: shlex.join(column.command) for column in columns})
     rounds: dict[str, list[Figures]] = defaultdict(list)

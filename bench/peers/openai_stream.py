@@ -1,12 +1,14 @@
-"""A plain streaming client for any OpenAI-compatible server: gaps between tokens, tokens/s, time to the first token.
+"""A plain streaming client for OpenAI's HTTP API: gaps between tokens, tokens/s, time to the first token.
+
+The server must know `ignore_eos` and `return_token_ids`, as vLLM and Baton do: tokens are counted by their ids.
 
 Standard library only, from the repository root: `python -m bench.peers.openai_stream http://127.0.0.1:8100 --model M`.
 Prompts are random token ids, answers greedy and of fixed length. Definitions:
 - step_ms (decode): median over all streams of the time between the arrivals of two consecutive tokens of one stream.
 - tpot_ms: median over the streams of (last token - first token) / (tokens - 1). Far above step_ms, tokens came in bursts.
-- tokens_per_s (decode): tokens that arrive while every stream is decoding, i.e. after the last stream's first token
-  and before the first stream's last one, per second. `whole_run_tokens_per_s` counts from the first request sent.
-- prefill: prompt tokens / time from sending a request to its first token, one request at a time.
+- tokens_per_s (decode): streams / median time of a step while every stream is decoding, i.e. after the last stream's
+  first token and before the first stream's last one. `whole_run_tokens_per_s` counts from the first request sent.
+- prefill: prompt tokens / time from sending a request to its first token, one request at a time, after one of its length.
 """
 
 import http.client
@@ -32,6 +34,7 @@ from bench.peers.report import (
 )
 
 TIMEOUT_S = 300.0  # of one read
+SPAN = 8  # tokens over which a step is timed
 
 
 class Server(NamedTuple):
@@ -97,7 +100,7 @@ def measure_decode(server: Server, concurrency: int) -> Row:
     gaps = [b - a for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
     tpots = [(stream.arrivals[-1] - stream.arrivals[0]) / (OUTPUT_TOKENS - 1) for stream in streams]
     whole_s = max(stream.arrivals[-1] for stream in streams) - min(stream.sent for stream in streams)
-    rate = steady_tokens_per_s(streams)
+    rate = concurrency / steady_step_s(streams)
     row = decode_row(concurrency, CONTEXT_TOKENS, OUTPUT_TOKENS, statistics.median(gaps), rate)
     return row | {
         "tpot_ms": round(statistics.median(tpots) * 1e3, 3),
@@ -105,17 +108,29 @@ def measure_decode(server: Server, concurrency: int) -> Row:
     }
 
 
-def steady_tokens_per_s(streams: list[Stream]) -> float:
-    """Tokens a second while all streams decode; 0 when they never all did."""
+def steady_step_s(streams: list[Stream]) -> float:
+    """The median time of a step while all streams decode, taken over SPAN tokens: some may arrive two at a time.
+
+    Raises:
+        RuntimeError: they did not all decode at once for so long.
+    """
     begin = max(stream.arrivals[0] for stream in streams)
     end = min(stream.arrivals[-1] for stream in streams)
-    inside = sum(begin < arrival <= end for stream in streams for arrival in stream.arrivals)
-    return inside / (end - begin) if end > begin else 0.0
+    spans = [
+        last - first
+        for stream in streams
+        for first, last in zip(stream.arrivals, stream.arrivals[SPAN:], strict=False)
+        if begin <= first and last <= end
+    ]
+    if not spans:
+        raise RuntimeError(f"{len(streams)} streams were never all decoded at once for {SPAN} tokens")
+    return statistics.median(spans) / SPAN
 
 
 def measure_prefill(server: Server, prompt_tokens: int) -> Row:
-    """One prompt, alone."""
-    stream = ask(server, random_tokens(prompt_tokens, server.vocabulary), max_tokens=1)
+    """One prompt, alone, after another of its length: a server may prepare itself for a length it has not seen."""
+    for _ in range(2):
+        stream = ask(server, random_tokens(prompt_tokens, server.vocabulary), max_tokens=1)
     return prefill_row(prompt_tokens, stream.arrivals[0] - stream.sent)
 
 

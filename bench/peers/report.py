@@ -1,4 +1,4 @@
-"""What the peer scripts share: where a number was taken, and the one JSON line that each of them ends with."""
+"""What all benchmarks share: where a number was taken, and the one JSON line that each of them ends with."""
 
 import argparse
 import json
@@ -23,8 +23,16 @@ _LOWEST_PLAIN_TOKEN = 100  # below it lie the special tokens of the demo model's
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser that knows `--output`."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--output", type=Path, help="write the JSON line to this file too")
+    made.add_argument("--output", type=new_file, help="write the JSON line to this file too")
     return made
+
+
+def new_file(text: str) -> Path:
+    """An argparse type: a file that can be written, found out before anything is measured."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file in a folder that can be written to")
+    return path
 
 
 def environment(**more: Any) -> dict[str, Any]:
@@ -73,9 +81,9 @@ def prefill_row(prompt_tokens: int, seconds: float) -> Row:
 def finish(bench: str, env: dict[str, Any], results: dict[str, Any], output: Path | None) -> None:
     """Print the JSON line, and write it to `output` where one was asked for."""
     line = json.dumps({"bench": bench, "ok": True, "env": env, "results": results})
+    print(line)
     if output is not None:
         output.write_text(line + "\n")
-    print(line)
 
 
 def _first(cpuinfo: str, field: str) -> str:

@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_not_measured() -> None:
 
 
 def costs(**changes: Any) -> Costs:
-    return Costs(parse_model_config(TINY_CONFIG | changes), weight_bytes=2, kv_bytes=4)
+    return Costs(parse_model_config(TINY_CONFIG | changes), layer_weight_bytes=2, head_weight_bytes=3, kv_bytes=4)
 
 
 LATE = 48 * 48 + 3 * 48 * 64  # weights in the products of one layer of TINY_CONFIG: those behind attention,
@@ -167,13 +167,13 @@ KV = 2 * 2 * 8 * 4  # bytes of one token in one layer
 def test_a_decode_step_reads_the_weights_once_and_each_context() -> None:
     work = Decode(3, 20).work(costs())
     assert work.flops == 2 * 3 * (2 * LAYER + HEAD)
-    assert work.read_bytes == 2 * (2 * LAYER + HEAD) + 3 * 20 * 2 * KV
+    assert work.read_bytes == 2 * 2 * LAYER + 3 * HEAD + 3 * 20 * 2 * KV
 
 
 def test_a_prompt_reads_the_weights_once_a_chunk_and_the_head_once() -> None:
     work = Prefill(10, 4).work(costs())
     assert work.flops == 2 * (10 * (2 * LAYER - LATE) + LATE + HEAD)
-    assert work.read_bytes == 2 * (3 * 2 * LAYER + HEAD) + (4 + 8 + 10) * 2 * KV
+    assert work.read_bytes == 2 * (3 * 2 * LAYER - 2 * LATE) + 3 * HEAD + (4 + 8 + 10) * 2 * KV
 
 
 def test_a_sliding_window_bounds_what_is_read() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.peers.compare import figures, require_ready, table
-from bench.peers.openai_stream import Server, Stream, ask, steady_tokens_per_s
+from bench.peers.openai_stream import Server, Stream, ask, steady_step_s
 
 DONE = "[DONE]"
 
@@ -61,11 +61,14 @@ def test_an_error_event_is_an_error(server: Server) -> None:
         ask(server, [1], max_tokens=3)
 
 
-def test_the_steady_rate_counts_only_while_all_streams_decode() -> None:
-    early = Stream(0.0, [1.0, 2.0, 3.0, 4.0])
-    late = Stream(0.0, [2.0, 3.0, 4.0, 5.0])
-    assert steady_tokens_per_s([early, late]) == 2.0  # from 2.0 to 4.0: at 3.0 and at 4.0, two streams
-    assert steady_tokens_per_s([Stream(0.0, [1.0, 2.0]), Stream(0.0, [3.0, 4.0])]) == 0.0
+def test_a_step_is_timed_only_while_all_streams_decode() -> None:
+    early = Stream(0.0, [*range(10), *range(10, 30, 2)])  # slower, once there are two
+    late = Stream(0.0, [*range(10, 40, 2)])
+    assert steady_step_s([early, late]) == 2.0
+    in_pairs = Stream(0.0, [time for time in range(0, 40, 2) for _ in range(2)])
+    assert steady_step_s([in_pairs]) == 1.0
+    with pytest.raises(RuntimeError, match="never all decoded at once"):
+        steady_step_s([early, Stream(0.0, [*range(27, 60)])])
 
 
 def test_a_row_that_one_program_lacks_is_said_to_be_missing() -> None:
