@@ -56,7 +56,7 @@ class Node:
         return self
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=5.0) as client:
+        async with httpx.AsyncClient(timeout=30.0) as client:
             return await client.get(f"http://{self.endpoints['http']}{path}")
 
     async def metric(self, name: str, **labels: str) -> float:
@@ -94,14 +94,23 @@ class Cluster:
         folder: gets the logs.
         step_ms: duration of every engine step.
         blocks: of every worker.
+        silence_s, grace_s: of every router. The shorter, the likelier that a machine that stands still looks like a death.
     """
 
-    def __init__(self, folder: Path, step_ms: float = 5.0, blocks: int = 2000) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step_ms: float = 5.0,
+        blocks: int = 2000,
+        silence_s: float = 60.0,
+        grace_s: float = 8.0,
+    ) -> None:
         self.valkey = Valkey(folder)
         self.nodes: list[Node] = []
         self.blocks = blocks
         self._folder = folder
         self._step_ms = step_ms
+        self._patience = ["--silence-s", str(silence_s), "--grace-s", str(grace_s)]
         self._num_started = 0
 
     def __enter__(self) -> "Cluster":
@@ -125,7 +134,7 @@ class Cluster:
         self._num_started += 1
         name = f"{role}-{self._num_started}"
         command = [sys.executable, "-m", "tests.scripted_worker", role, "--redis-url", self.valkey.url]
-        command += ["--step-ms", str(self._step_ms), "--blocks", str(self.blocks), *flags]
+        command += ["--step-ms", str(self._step_ms), "--blocks", str(self.blocks), *self._patience, *flags]
         node = Node(role, Process(name, command, environment(self._folder), self._folder / f"{name}.log"))
         self.nodes.append(node)
         return node

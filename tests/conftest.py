@@ -5,10 +5,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from core.errors import ConfigError
 from services.common.models.store import ModelStore
 from tests.processes import CONTEXT_TOKENS, Stack, baton_up, cluster, make_home
+
+# A shared machine may stand still for seconds in the middle of an example: that says nothing about the example.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

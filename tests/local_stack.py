@@ -219,7 +219,7 @@ class Stack:
 
     def options(self, **changes: Any) -> ClusterOptions:
         return ClusterOptions(
-            **{"redis_url": self.valkey.url, "cluster": self.cluster, "drain_timeout_s": 10.0, **changes}
+            **{"redis_url": self.valkey.url, "cluster": self.cluster, "drain_timeout_s": WAIT_S, **changes}
         )
 
     async def start_worker(
@@ -331,14 +331,15 @@ class Stack:
 
         def knows_all(process: RouterProcess) -> bool:
             known = {w.worker_id: w for w in process.router.fleet if w.state == "ready"}
-            peers = [len(w.load.peers) for w in known.values() if w.record.role == "prefill"]
+            peers = [set(w.load.peers) for w in known.values() if w.record.role == "prefill"]
+            decodes = {w.record.kv_endpoint for w in known.values() if w.record.role == "decode"}
             return {name: w.record.incarnation for name, w in known.items()} == lives and all(
-                num >= len(self.decodes) for num in peers
+                decodes <= each for each in peers
             )
 
         await eventually(lambda: all(knows_all(process) for process in self.routers))
 
-    async def until_idle(self, within_s: float = 5.0) -> None:
+    async def until_idle(self, within_s: float = WAIT_S) -> None:
         """Wait until nothing of any request is left anywhere: blocks, accounts, answers, Redis keys."""
         live = [worker for worker in self.workers if worker.task is not None and not worker.task.done()]
         try:

@@ -216,7 +216,7 @@ def cluster(home: Path, worker: list[str], routers: list[list[str]]) -> Iterator
 def is_ready(http_endpoint: str) -> bool:
     """Whether a router's /readyz says it would serve now."""
     host, _, port = http_endpoint.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10.0) as connection:
+    with socket.create_connection((host, int(port)), timeout=30.0) as connection:
         connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: baton\r\nConnection: close\r\n\r\n")
         return b" 200 " in connection.makefile("rb").readline()
 

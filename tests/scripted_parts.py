@@ -32,7 +32,17 @@ EOS = 2  # the byte 0x02
 BLOCK = 16
 CONTEXT = 256
 WAIT_S = 60.0  # longer than anything here takes; reached only by a failing test
-TRANSFER = TransferConfig(tick_s=0.005, reconnect_s=0.01)
+# Both ends live in one event loop: while it stands still nothing is sent, and neither is to take the other for dead.
+TRANSFER = TransferConfig(
+    tick_s=0.005,
+    reconnect_s=0.01,
+    reserve_timeout_s=WAIT_S,
+    connect_timeout_s=WAIT_S,
+    idle_timeout_s=WAIT_S,
+    commit_timeout_s=WAIT_S,
+    peer_timeout_s=WAIT_S,
+    lease_s=2 * WAIT_S,
+)
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:

@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--kv-bind", default="tcp://127.0.0.1:0")
     parser.add_argument("--blocks", type=int, default=2000)
     parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--silence-s", type=float, default=3.0)
+    parser.add_argument("--grace-s", type=float, default=2.0)
     arguments = parser.parse_args()
     cluster = ClusterOptions(
         redis_url=arguments.redis_url,
@@ -71,7 +73,8 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         if arguments.role == "router":
-            await serve_router(cluster, RouterLimits(), served_model(CONTEXT_TOKENS), stop, print_ready)
+            limits = RouterLimits(worker_silence_s=arguments.silence_s, worker_grace_s=arguments.grace_s)
+            await serve_router(cluster, limits, served_model(CONTEXT_TOKENS), stop, print_ready)
             return
         transport = ZmqTransport()
         if arguments.role == "prefill":

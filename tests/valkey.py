@@ -46,6 +46,11 @@ class Valkey:
             self._process = subprocess.Popen([str(get_binary_path()), *arguments], stdout=log, stderr=log)
         wait_until(self._answers, "an answer of Valkey", 20.0)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not killed."""
+        return self._process is not None
+
     def kill(self) -> None:
         """End it as a power cut would; what it held is lost."""
         assert self._process is not None, "it does not run"

@@ -108,7 +108,7 @@ async def test_a_restarted_router_finds_every_worker(cluster: Cluster) -> None:
     port = str(free_port())
     for _ in range(2):
         router = await cluster.launch("router", "--port", port).wait_ready()
-        await cluster.settled(5.0)
+        await cluster.settled()
         seen: set[str] = set()
 
         async def all_seen(router: Node = router, seen: set[str] = seen) -> bool:

@@ -40,10 +40,10 @@ class Network:
 
 
 @asynccontextmanager
-async def network(folder: Path) -> AsyncIterator[Network]:
+async def network(folder: Path, silence_s: float = 60.0) -> AsyncIterator[Network]:
     port, kv_port = free_port(), free_port()
     async with AsyncExitStack() as stack:
-        cluster = stack.enter_context(Cluster(folder, step_ms=1.0))
+        cluster = stack.enter_context(Cluster(folder, step_ms=1.0, silence_s=silence_s))
         target = f"127.0.0.1:{cluster.valkey.port}"
         to_redis = await stack.enter_async_context(ChaosProxy(target))
         pairs = [(f"127.0.0.1:{each}", f"{BEHIND_PROXY}:{each}") for each in (port, kv_port)]
@@ -63,7 +63,7 @@ async def network(folder: Path) -> AsyncIterator[Network]:
 
 async def test_idle_connections_that_were_black_holed(tmp_path: Path) -> None:
     """As a NAT or a firewall does that forgets them: no end is told."""
-    async with network(tmp_path) as net:
+    async with network(tmp_path, silence_s=3.0) as net:
         assert (await ask_once(net.router)).is_answered
         for proxy in net.proxies:
             assert proxy.num_connections > 0

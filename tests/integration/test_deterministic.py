@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,10 +92,12 @@ def answer(
     answers = Answers()
     built.engine.start(answers)
     try:
-        for number, spec in enumerate(specs, start=1):
-            built.engine.submit(spec)
-            if not at_once:
-                answers.wait_for(number)
+        # Holding the pool, no step begins: all at once means that none ends before the last has come.
+        with built.pool if at_once else nullcontext():
+            for number, spec in enumerate(specs, start=1):
+                built.engine.submit(spec)
+                if not at_once:
+                    answers.wait_for(number)
         answers.wait_for(number)
     finally:
         built.engine.stop()

@@ -16,7 +16,7 @@ from tests.scripted_parts import BLOCK, CONTEXT, eventually, expected, prompt_of
 
 async def counter(worker: Worker, name: str) -> float:
     """A metric's value as its process serves it; 0 when it has none yet."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=30.0) as client:
         text = (await client.get(f"http://{worker.http}/metrics")).text
     values = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
     return sum(map(float, values))
@@ -104,7 +104,7 @@ async def test_a_cached_block_that_many_transfers_hold_counts_once(stack: Stack)
         ledger.admit(f"s{number}", "router", Claim(shared, hashes, 0), 60.0, {"transfer"}, None)
         for number in range(total)
     ]
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=30.0) as client:
         text = (await client.get(f"http://{decode.http}/metrics")).text
     for state, count in (("free", total - shared), ("cached", 0), ("used", 0), ("reserved", shared)):
         assert f'baton_kv_blocks{{pool="decode",state="{state}"}} {count}.0' in text
@@ -125,7 +125,7 @@ async def test_many_identical_prompts_at_once_are_computed_once(stack: Stack, ha
     prompts = [[*shared, *([20 + index] * 5 if has_own_tail else [])] for index in range(24)]
     stack.prefills[0].gate.close()
     asked = [asyncio.create_task(stack.router.answer(prompt=prompt, max_tokens=6)) for prompt in prompts]
-    await asyncio.sleep(0)
+    await eventually(lambda: stack.prefills[0].num_held >= 8)
     stack.prefills[0].gate.open()
     answers = await asyncio.gather(*asked)
     assert [answer.tokens for answer in answers] == [expected(prompt, 6) for prompt in prompts]

@@ -103,7 +103,7 @@ async def test_whatever_ends_a_call_ends_all_its_choices(stack: Stack, way: str,
     decode = stack.decodes[0]
     decode.gate.close()
     request = generate(PROMPT, request_id="all", n=4, max_tokens=100, **SAMPLED)
-    call = stack.router.stub.Generate(request, timeout=1.0 if way == "deadline" else WAIT_S)
+    call = stack.router.stub.Generate(request, timeout=4.0 if way == "deadline" else WAIT_S)
     await call.read()
     await eventually(lambda: decode.gate.is_holding)
     if is_shared:

@@ -138,7 +138,8 @@ async def test_a_worker_that_restarts_at_its_address_serves_again(make_stack: Ma
 
 
 async def test_a_flapping_worker_leaves_no_account_behind(make_stack: MakeStack) -> None:
-    async with make_stack(prefills=2, decodes=2, limits=RouterLimits(max_attempts=10)) as stack:
+    places = {"max_sequences": 8}  # fewer than there are requests
+    async with make_stack(prefills=2, decodes=2, limits=RouterLimits(max_attempts=10), **places) as stack:
         for worker in stack.workers:
             worker.engine.runner.step_s = 0.001
         is_over = False
@@ -148,7 +149,7 @@ async def test_a_flapping_worker_leaves_no_account_behind(make_stack: MakeStack)
             nonlocal lowest
             while not is_over:
                 for view in (*stack.router.router.fleet.views("prefill"), *stack.router.router.fleet.views("decode")):
-                    lowest = min(lowest, view.free_blocks, view.free_sequences, view.queued_tokens)
+                    lowest = min(lowest, view.free_sequences)
                 await asyncio.sleep(0.001)
 
         async def one(index: int) -> None:
@@ -162,7 +163,7 @@ async def test_a_flapping_worker_leaves_no_account_behind(make_stack: MakeStack)
             flapping = stack.decodes[-1]
             await flapping.kill()
             stack.workers.remove(flapping)
-            await stack.start_worker("decode", port=int(flapping.endpoint.rpartition(":")[2]))
+            await stack.start_worker("decode", port=int(flapping.endpoint.rpartition(":")[2]), **places)
         await asyncio.gather(*load)
         is_over = True
         await watching

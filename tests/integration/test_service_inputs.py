@@ -125,10 +125,10 @@ async def test_huge_metadata_and_messages_are_refused_and_a_canary_lives(stack: 
         async with aio.insecure_channel(stack.router.target) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             with pytest.raises(aio.AioRpcError) as refused:
-                await collect(stub.Generate(generate([3]), metadata=(("x-junk", "y" * 10_000_000),), timeout=10.0))
+                await collect(stub.Generate(generate([3]), metadata=(("x-junk", "y" * 10_000_000),), timeout=30.0))
             assert refused.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
             with pytest.raises(aio.AioRpcError) as refused:
-                await collect(stub.Generate(generate(text="y" * 20_000_000), timeout=10.0))
+                await collect(stub.Generate(generate(text="y" * 20_000_000), timeout=30.0))
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         canary = prompt_of(20)
         assert (await stack.router.answer(prompt=canary)).tokens == expected(canary, 8)
@@ -170,7 +170,7 @@ async def test_metrics_after_a_run(stack: Stack) -> None:
         'baton_ttft_part_seconds_count{part="prefill"} 1.0',
     ):
         assert line in text, line
-    async with httpx.AsyncClient(verify=False) as client:
+    async with httpx.AsyncClient(verify=False, timeout=30.0) as client:
         for worker in stack.workers:
             text = (await client.get(f"http://{worker.http}/metrics")).text
             num_cached = {"prefill": 2, "decode": 3}[worker.role]  # full blocks of 40 and of 49 computed tokens

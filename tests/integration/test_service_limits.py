@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from statistics import median
 
 import grpc
 import pytest
@@ -9,7 +10,9 @@ from grpc import aio
 
 from core.errors import ConfigError
 from services.common.options import RouterLimits
+from services.common.registry import COMMAND_TIMEOUT_S
 from services.common.worker_process import run_worker
+from services.router import waiting_room
 from tests.integration.conftest import MakeStack
 from tests.local_stack import Stack, collect, generate
 from tests.scripted_parts import BLOCK, CONTEXT, Valkey, eventually, expected, prompt_of
@@ -35,13 +38,13 @@ async def test_an_outage_of_redis_hurts_nobody(make_stack: MakeStack, own_valkey
         stack.decodes[0].gate.open()
         await asyncio.gather(*running)
         until = time.monotonic() + 6.0  # past the workers' TTL
-        slowest = 0.0
+        durations_s = []
         while time.monotonic() < until:
             started = time.monotonic()
             await ask(stack, int(started * 1000) % 1000, request_id="reused")
-            slowest = max(slowest, time.monotonic() - started)
+            durations_s.append(time.monotonic() - started)
             await asyncio.sleep(0.05)
-        assert slowest < 1.5
+        assert median(durations_s) < COMMAND_TIMEOUT_S, "requests do not wait for Redis"
         own_valkey.start()
         await eventually(lambda: len(own_valkey.client.smembers(f"baton:{stack.cluster}:workers")) == 2, 20.0)
         await ask(stack, 1)
@@ -66,12 +69,12 @@ async def test_lost_keys_are_written_again(make_stack: MakeStack, own_valkey: Va
                     client.delete(f"{prefix}workers")
                 case "script cache":
                     client.script_flush()
-            healed_by = time.monotonic() + 1.3  # one heartbeat and the readers' next look
-            while time.monotonic() < healed_by:
+
+            def is_healed() -> bool:
                 assert not stack.router.router.why_unready()  # all along
-                await asyncio.sleep(0.01)
-            assert hashes <= set(client.keys(f"{prefix}worker:*"))
-            assert len(client.smembers(f"{prefix}workers")) == 2
+                return hashes <= set(client.keys(f"{prefix}worker:*")) and len(client.smembers(f"{prefix}workers")) == 2
+
+            await eventually(is_healed)
         stack.decodes[0].gate.open()
         await running
         await ask(stack, 1)
@@ -107,7 +110,8 @@ async def test_more_than_fits_waits_and_all_end(make_stack: MakeStack) -> None:
         await stack.until_idle()
 
 
-async def test_small_requests_pass_a_big_one_that_waits(make_stack: MakeStack) -> None:
+async def test_small_requests_pass_a_big_one_that_waits(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "PATIENCE_S", 3600.0)
     async with make_stack(num_blocks=16) as stack:
         stack.decodes[0].gate.close()
         holder = asyncio.create_task(ask(stack, 0))
@@ -123,7 +127,7 @@ async def test_small_requests_pass_a_big_one_that_waits(make_stack: MakeStack) -
 
 
 async def test_a_full_room_refuses_and_says_when_to_come_back(make_stack: MakeStack) -> None:
-    async with make_stack(num_blocks=3, limits=RouterLimits(max_queued=2, max_queue_s=0.5)) as stack:
+    async with make_stack(num_blocks=3, limits=RouterLimits(max_queued=2, max_queue_s=3.0)) as stack:
         stack.decodes[0].gate.close()
         holder = asyncio.create_task(ask(stack, 0))
         await eventually(lambda: stack.decodes[0].num_held == 1)

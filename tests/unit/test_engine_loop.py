@@ -10,13 +10,14 @@ import pytest
 from core.clock import ManualClock
 from core.errors import InternalError
 from core.sampling import SamplingParams
-from core.sequence import Engine, SequenceSpec, StepResult
+from core.sequence import SequenceSpec, StepResult
 from engine.loop import EngineLoop
 from engine.plan import Runner, Sampled, StepPlan
 from engine.scheduler import Room, StepLimits, plan_step
 from engine.scripted import ScriptedEngine, StepGate, scripted_engine
 from engine.sequence import Sequence
 from tests.engine_harness import EOS, WAIT_S, Recorder, answer, assert_all_returned, spec
+from tests.processes import wait_until
 
 BUDGET = 8  # tokens in a step
 
@@ -48,11 +49,6 @@ def loop_of(parts: ScriptedEngine, runner: Runner | None = None, **others: Any) 
     """A loop over the same parts."""
     limits = StepLimits(max_batched_tokens=BUDGET, max_sequences=4)
     return EngineLoop(runner or parts.runner, limits, parts.pool, parts.layout.block_tokens, **others)
-
-
-def test_the_loop_is_an_engine(parts: ScriptedEngine) -> None:
-    engine: Engine = parts.loop
-    engine.stop()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 129])  # below, at and across KV blocks and steps
@@ -278,6 +274,7 @@ def test_stop_ends_every_sequence_and_the_thread(parts: ScriptedEngine, gate: St
     gate.wait_until_holding()
     stopper = threading.Thread(target=parts.loop.stop)
     stopper.start()
+    wait_until(lambda: parts.loop._inbox.is_closed, "the stop heard")
     gate.open()
     stopper.join(WAIT_S)
     assert not stopper.is_alive()

@@ -19,17 +19,21 @@ from kvtransfer.zeromq import ZmqTransport
 from tests.unit.kvtransfer_helpers import COMMITTED, Ends, Pair, eventually, fill
 
 BLOCK_BYTES = 96 << 10  # above the size that ZeroMQ copies
+LONG_S = 60.0  # both ends live in one loop: while it stands still nothing is sent, and neither is to give the other up
 REAL = TransferConfig(
-    reserve_timeout_s=0.2,
+    reserve_timeout_s=LONG_S,
     heartbeat_s=0.1,
-    peer_timeout_s=1.5,
-    lease_s=3.0,
-    idle_timeout_s=2.0,
+    connect_timeout_s=LONG_S,
+    peer_timeout_s=LONG_S,
+    lease_s=2 * LONG_S,
+    idle_timeout_s=LONG_S,
+    commit_timeout_s=LONG_S,
     drain_timeout_s=1.0,
     reconnect_s=0.01,
     tick_s=0.005,
     window_bytes=4 * BLOCK_BYTES,
 )
+QUICK = replace(REAL, reserve_timeout_s=5.0, peer_timeout_s=1.5, lease_s=3.0, idle_timeout_s=2.0, commit_timeout_s=5.0)
 
 
 class Proxy:
@@ -87,9 +91,11 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """A pair by a real clock, with the config that a test names."""
     transport = ZmqTransport(max_part_bytes=1 << 20)
-    async with Pair(transport, "tcp://127.0.0.1:0", REAL, BLOCK_BYTES, clock=monotonic) as pair:
+    config = getattr(request, "param", REAL)
+    async with Pair(transport, "tcp://127.0.0.1:0", config, BLOCK_BYTES, clock=monotonic) as pair:
         await pair.sender.connect(pair.receiver.endpoint)
         yield pair
     transport.close()
@@ -132,6 +138,7 @@ async def restart_receiver(pair: Pair, incarnation: str) -> KVReceiver:
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("pair", [replace(REAL, reserve_timeout_s=0.2)], indirect=True, ids=[""])
 async def test_the_timer_alone_frees_what_nobody_used(pair: Pair) -> None:
     ends = pair.reserve([0, 1])
     await eventually(lambda: bool(ends.received))
@@ -174,6 +181,7 @@ async def test_one_cut_connection_fails_one_transfer_and_the_pair_recovers(pair:
         assert await finish(pair, ends, 4) == ("done", "done")
 
 
+@pytest.mark.parametrize("pair", [QUICK], indirect=True, ids=[""])
 async def test_a_black_hole_is_noticed_and_left_behind(pair: Pair, proxy: Proxy) -> None:
     ends = open_through(pair, proxy, 16)
     content = fill(pair.source, 0, seed=1)
@@ -189,6 +197,7 @@ async def test_a_black_hole_is_noticed_and_left_behind(pair: Pair, proxy: Proxy)
     assert await finish(pair, ends, 16) == ("done", "done")
 
 
+@pytest.mark.parametrize("pair", [QUICK], indirect=True, ids=[""])
 async def test_blocks_are_held_until_the_socket_lets_go_of_them(pair: Pair, proxy: Proxy) -> None:
     ends = open_through(pair, proxy, 16)
     await eventually(lambda: pair.receiver.peers() != [])

@@ -56,7 +56,8 @@ def test_they_are_those_of_transformers(cuts: list[int], tmp_path: Path) -> None
     entries: list[TokenLogprobs] = []
     for number, length in enumerate(cuts):
         beside = [] if number else [Chunk(other, 9)]
-        entries += step(runner, [*beside, Chunk(sequence, length)])[-1]
+        chunks = sorted([*beside, Chunk(sequence, length)], key=lambda chunk: chunk.num_tokens)
+        entries += step(runner, chunks)[[chunk.sequence for chunk in chunks].index(sequence)]
     assert [entry.token_id for entry in entries] == list(PROMPT[1:])
     for position, entry in enumerate(entries):
         row = expected[position]

@@ -138,7 +138,7 @@ async def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
         await asyncio.sleep(0)
         turns += 1
     # Were the interpreter lock kept, the loop would turn once or twice before the result is there.
-    assert turns > 50
+    assert turns > 5
     assert tokenizer.decode(await encoding) == text
 
 

@@ -44,7 +44,7 @@ async def served() -> AsyncIterator[tuple[Failing, worker_pb2_grpc.WorkerStub]]:
 
 async def failure(stub: worker_pb2_grpc.WorkerStub, request: worker_pb2.AbortSequencesRequest) -> BatonError:
     with pytest.raises(aio.AioRpcError) as raised:
-        await stub.Abort(request, timeout=10)
+        await stub.Abort(request, timeout=60)
     return rpc.error_of(raised.value)
 
 

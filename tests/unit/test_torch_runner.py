@@ -83,7 +83,8 @@ def test_any_mixture_of_decodes_and_chunks_gives_what_each_sequence_gives_alone(
     batch = sequences(5, **sampling)
     while active := [sequence for sequence in batch if sequence.num_output_tokens < 12]:
         chosen = rng.sample(active, rng.randint(1, len(active)))
-        step(loaded, [Chunk(sequence, rng.randint(1, sequence.num_uncomputed_tokens)) for sequence in chosen])
+        chunks = [Chunk(sequence, rng.randint(1, sequence.num_uncomputed_tokens)) for sequence in chosen]
+        step(loaded, sorted(chunks, key=lambda chunk: chunk.num_tokens > 1))
     assert [answer(sequence) for sequence in batch] == expected
 
 
