@@ -87,8 +87,8 @@ def prompt_logprobs(
 
 def _needs_edit(sequence: Sequence) -> bool:
     params = sequence.spec.sampling
-    is_late = not params.logit_bias and not params.has_penalties and sequence.num_output_tokens >= params.min_tokens
-    return params.edits_logits and not is_late  # min_tokens edit only the first ones
+    is_early = sequence.num_output_tokens < params.min_tokens
+    return params.edits_logits and (is_early or bool(params.logit_bias) or params.has_penalties)
 
 
 def _edit(row: Row, sequence: Sequence) -> Row:

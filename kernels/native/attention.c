@@ -123,6 +123,15 @@ static int64_t place_of(int64_t d, int dtype) {
     return d - inside + inside % 2 * LANES + inside / 2;
 }
 
+// A row of such elements in order, times `scale`.
+static void put_in_order(const float *row, int64_t padded, float scale, float *to, int dtype) {
+    for (int64_t d = 0; d < padded; d += 2 * LANES)
+        for (int64_t i = 0; i < LANES; i++) {
+            to[d + (dtype == BATON_F32 ? i : 2 * i)] = row[d + i] * scale;
+            to[d + (dtype == BATON_F32 ? LANES + i : 2 * i + 1)] = row[d + LANES + i] * scale;
+        }
+}
+
 // Keys of the span as to[dim][SPAN], in float32; columns outside its range mean nothing.
 INLINE void transpose_keys(const span_rows *span, int64_t dim, float *to, const int dtype) {
     const int per_word = dtype == BATON_F32 ? 1 : 2;
@@ -353,8 +362,8 @@ static void attend_tile(const attention *job, int64_t sequence, int64_t kv_head,
     for (int64_t row = 0; row < num_rows; row++) {
         float *sums = memory.sums + row * memory.padded, scale_back = 1.0f / memory.total[row];
         int64_t token = first_token + row / group, head = kv_head * group + row % group;
-        float *ordered = memory.queries + row * dim;  // not needed any more
-        for (int64_t d = 0; d < dim; d++) ordered[d] = sums[place_of(d, batch->cache_dtype)] * scale_back;
+        float *ordered = memory.queries + row * dim;  // not needed any more, nor are those behind it
+        put_in_order(sums, memory.padded, scale_back, ordered, batch->cache_dtype);
         baton_store_row(job->out + (token * model->num_heads + head) * dim * bytes, ordered, dim, job->dtype);
     }
 }
