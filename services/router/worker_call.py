@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc import aio
 
-from core.errors import CapacityError, DeadlineError, UnavailableError
+from core.errors import CancelledError, CapacityError, DeadlineError, UnavailableError
 from services.common import rpc
 from services.router.fleet import RemoteWorker
 
@@ -49,7 +49,8 @@ async def call_worker(
         text = f"worker {worker.worker_id}: {error}"
         if isinstance(error, CapacityError):
             raise RefusedError(worker, text) from call_error
-        # A DeadlineError here is the RPC's own timeout: the worker does not answer.
-        if isinstance(error, UnavailableError | DeadlineError):
+        # A DeadlineError here is the RPC's own timeout: the worker does not answer. And nobody but a server that shuts down
+        # cancels a call from afar: a client's own cancel never comes as a status.
+        if isinstance(error, UnavailableError | DeadlineError | CancelledError):
             raise BrokenWorkerError(worker, text) from call_error
         raise error from call_error
