@@ -38,7 +38,7 @@ def sample(
     edited = {
         index: _edit(row, sequence)
         for index, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
-        if not sequence.is_plain and _needs_edit(sequence)
+        if not sequence.is_plain and sequence.spec.sampling.edits_logits
     }
     if known_best is None:
         best = rows.argmax(axis=1)  # the lowest id among equals, or the first NaN
@@ -83,12 +83,6 @@ def prompt_logprobs(
     if not np.isfinite(rows.max(axis=1)).all():
         return None
     return tuple(_logprobs(row, token, num_top, weigh) for row, token in zip(rows, token_ids, strict=True))
-
-
-def _needs_edit(sequence: Sequence) -> bool:
-    params = sequence.spec.sampling
-    is_early = sequence.num_output_tokens < params.min_tokens
-    return params.edits_logits and (is_early or bool(params.logit_bias) or params.has_penalties)
 
 
 def _edit(row: Row, sequence: Sequence) -> Row:

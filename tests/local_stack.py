@@ -11,11 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import grpc
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
-from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from core.ids import new_incarnation
 from engine.scheduler import StepLimits
@@ -33,6 +31,7 @@ from services.prefill.main import compose as compose_prefill
 from services.router.grpc_edge import InferenceServicer
 from services.router.metrics import RouterMetrics
 from services.router.router import Router
+from tests.local_client import Answered, collect, generate
 from tests.scripted_parts import (
     BLOCK,
     CONTEXT,
@@ -132,52 +131,6 @@ class RouterProcess:
         router = self.router
         counts = [len(worker.inflight) for worker in router.fleet]
         return not (router.attempts._answers or router._requests or router.num_queued or any(counts))
-
-
-@dataclass
-class Answered:
-    """What a client got."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    done: pb.GenerateDone | None = None
-
-    def add(self, response: pb.GenerateResponse) -> None:
-        assert self.done is None, "something came after done"
-        if response.WhichOneof("event") == "done":
-            self.done = response.done
-            return
-        self.tokens += response.chunk.token_ids
-        self.text += response.chunk.text
-        self.logprobs += response.chunk.logprobs
-
-    @property
-    def finish(self) -> str:
-        assert self.done is not None
-        return self.done.finish_reason
-
-
-async def collect(call: Any, into: Answered | None = None) -> Answered:
-    """Read a stream to its end. Raises AioRpcError; `into` then has what came before."""
-    answered = Answered() if into is None else into
-    while isinstance(response := await call.read(), pb.GenerateResponse):
-        answered.add(response)
-    if await call.code() != grpc.StatusCode.OK:
-        raise aio.AioRpcError(
-            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-        )
-    assert answered.done is not None, "the stream ended without done"
-    return answered
-
-
-def generate(prompt: Sequence[int] = (), **fields: Any) -> pb.GenerateRequest:
-    """A request for greedy tokens after `prompt`; `text`, `chat`, `request_id` go to the request, the rest to sampling."""
-    outer = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
-    if not outer.keys() & {"text", "chat", "token_ids"}:
-        outer["token_ids"] = pb.TokenIds(ids=prompt)
-    sampling = pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
-    return pb.GenerateRequest(sampling=sampling, return_timings=True, **outer)
 
 
 class Stack:
@@ -339,8 +292,11 @@ class Stack:
 
         await eventually(lambda: all(knows_all(process) for process in self.routers))
 
-    async def until_idle(self, within_s: float = WAIT_S) -> None:
-        """Wait until nothing of any request is left anywhere: blocks, accounts, answers, Redis keys."""
+    async def until_idle(self, within_s: float = 10.0) -> None:
+        """Wait until nothing of any request is left anywhere: blocks, accounts, answers, Redis keys.
+
+        Not for so long that a key's TTL, or a lease, would hide that nobody removed it.
+        """
         live = [worker for worker in self.workers if worker.task is not None and not worker.task.done()]
         try:
             await eventually(

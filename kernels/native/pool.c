@@ -66,7 +66,7 @@ static void *work(void *arg) {
 // In large pages, where the system has some: with small ones a step waits for address translations. Null: there is not so much.
 static void *allocate(int64_t bytes) {
     void *memory;
-    size_t size = ((size_t)bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    size_t size = ((size_t)bytes / LARGE_PAGE + 1) * LARGE_PAGE;
     if (posix_memalign(&memory, LARGE_PAGE, size)) return NULL;
 #if defined(MADV_HUGEPAGE)
     madvise(memory, size, MADV_HUGEPAGE);
@@ -122,7 +122,7 @@ void baton_pool_destroy(baton_pool *pool) {
 
 // At least so many bytes, the caller's until the next call of this for the same use; null: there are not so many.
 void *baton_pool_memory(baton_pool *pool, baton_use use, int64_t bytes) {
-    if (bytes > pool->memory_bytes[use]) {
+    if (!pool->memory[use] || bytes > pool->memory_bytes[use]) {
         free(pool->memory[use]);
         pool->memory[use] = allocate(bytes);
         pool->memory_bytes[use] = pool->memory[use] ? bytes : 0;

@@ -1,6 +1,4 @@
 // One step of the whole model in one call.
-#include <stdint.h>
-
 #include "baton.h"
 #include "vec.h"
 
@@ -78,6 +76,5 @@ int baton_logits(baton_pool *pool, const baton_model *model, const float *hidden
     if (!normed) return -1;
     memcpy(normed, hidden, (size_t)bytes);
     baton_rms_norm(pool, normed, NULL, model->final_norm, model->norm_eps, normed, num_rows, model->hidden_size, BATON_F32);
-    int failed = baton_multiply(pool, &model->head, normed, logits, num_rows, best);
-    return failed;
+    return baton_multiply(pool, &model->head, normed, logits, num_rows, best);
 }

@@ -11,9 +11,8 @@ from core.errors import CancelledError, CapacityError, DeadlineError, Unavailabl
 from services.common import rpc
 from services.router.fleet import RemoteWorker
 
-RPC_TIMEOUT_S = (
-    5.0  # accepting a sequence takes a worker microseconds; one that may be silent for longer gets that long
-)
+# Accepting a sequence takes a worker microseconds; one that may be silent for longer than this gets that long.
+RPC_TIMEOUT_S = 5.0
 
 
 class RefusedError(CapacityError):

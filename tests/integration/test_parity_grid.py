@@ -18,7 +18,8 @@ from services.common.engine_parts import EngineParts
 from services.common.options import RouterLimits
 from services.common.registry import Capacity
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Answered, Stack, generate
+from tests.local_client import Answered, generate
+from tests.local_stack import Stack
 from tests.scripted_parts import BLOCK, CONTEXT, EOS, MODEL, prompt_of
 from tests.unit.tiny_model import write_tiny_model
 

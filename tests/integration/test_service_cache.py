@@ -10,7 +10,8 @@ import pytest
 from services.common.ledger import Claim
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Answered, Stack, Worker, generate
+from tests.local_client import Answered, generate
+from tests.local_stack import Stack, Worker
 from tests.scripted_parts import BLOCK, CONTEXT, eventually, expected, prompt_of
 
 

@@ -13,7 +13,8 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Stack, collect, generate
+from tests.local_client import collect, generate
+from tests.local_stack import Stack
 from tests.scripted_parts import CONTEXT, eventually, expected, prompt_of
 
 PROMPT = prompt_of(100)  # four chunks of 32 tokens

@@ -16,7 +16,8 @@ from engine.sequence import Sequence
 from services.common.options import RouterLimits
 from services.router.http_edge import create_app
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Answered, RouterProcess, Stack, generate
+from tests.local_client import Answered, generate
+from tests.local_stack import RouterProcess, Stack
 from tests.scripted_parts import BLOCK, CONTEXT, WAIT_S, eventually, expected, prompt_of
 from tests.unit.http_edge_harness import client_of, events_of
 

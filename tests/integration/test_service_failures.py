@@ -9,7 +9,8 @@ from grpc import aio
 
 from services.common.options import RouterLimits
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Answered, Stack, Worker, collect, generate
+from tests.local_client import Answered, collect, generate
+from tests.local_stack import Stack, Worker
 from tests.scripted_parts import eventually, expected, prompt_of
 
 PROMPT = prompt_of(100)

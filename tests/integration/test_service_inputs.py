@@ -17,7 +17,8 @@ from baton.v1 import inference_pb2_grpc
 from services.common.options import RouterLimits
 from services.router.main import serve
 from tests.eventually import eventually_async
-from tests.local_stack import Stack, collect, generate
+from tests.local_client import collect, generate
+from tests.local_stack import Stack
 from tests.scripted_parts import CONTEXT, EOS, MODEL, eventually, expected, prompt_of, served_model
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from statistics import median
 
 import grpc
 import pytest
@@ -14,7 +13,8 @@ from services.common.registry import COMMAND_TIMEOUT_S
 from services.common.worker_process import run_worker
 from services.router import waiting_room
 from tests.integration.conftest import MakeStack
-from tests.local_stack import Stack, collect, generate
+from tests.local_client import collect, generate
+from tests.local_stack import Stack
 from tests.scripted_parts import BLOCK, CONTEXT, Valkey, eventually, expected, prompt_of
 
 
@@ -44,7 +44,8 @@ async def test_an_outage_of_redis_hurts_nobody(make_stack: MakeStack, own_valkey
             await ask(stack, int(started * 1000) % 1000, request_id="reused")
             durations_s.append(time.monotonic() - started)
             await asyncio.sleep(0.05)
-        assert median(durations_s) < COMMAND_TIMEOUT_S, "requests do not wait for Redis"
+        # But for the machine itself, which may stand still once or twice.
+        assert sorted(durations_s)[-3] < 1.5 * COMMAND_TIMEOUT_S, "one failure, and then no time"
         own_valkey.start()
         await eventually(lambda: len(own_valkey.client.smembers(f"baton:{stack.cluster}:workers")) == 2, 20.0)
         await ask(stack, 1)
@@ -74,7 +75,7 @@ async def test_lost_keys_are_written_again(make_stack: MakeStack, own_valkey: Va
                 assert not stack.router.router.why_unready()  # all along
                 return hashes <= set(client.keys(f"{prefix}worker:*")) and len(client.smembers(f"{prefix}workers")) == 2
 
-            await eventually(is_healed)
+            await eventually(is_healed, 15.0)
         stack.decodes[0].gate.open()
         await running
         await ask(stack, 1)
