@@ -1,11 +1,12 @@
 """The tensor that holds every KV block of a worker, and its bytes for those who move blocks."""
 
+import mmap
+
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
 from core.layout import KVLayout
-from kernels.native.memory import fresh_zeros
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,6 +57,8 @@ class KVCache:
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return fresh_zeros(num_bytes, in_large_pages=False)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    """[num_bytes] zeros, uint8. On the CPU a page costs time and memory only once it is written: starting does not."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)

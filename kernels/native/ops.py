@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kernels.native.library import BatchStruct, LinearStruct, ModelStruct, load_library
-from kernels.native.memory import Arena
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMAT_CODES = {"int8": 3, "int4": 4, "int16": 5}
@@ -42,7 +41,6 @@ class NativeOps:
             MemoryError: no memory or threads for so many.
         """
         self._library = load_library(path)
-        self._arena = Arena()
         self._logits = torch.empty(0, 0)  # kept: to map and clear new memory would take longer than to sample from it
         self._pool = self._library.baton_pool_create(threads)
         if not self._pool:
@@ -80,7 +78,7 @@ class NativeOps:
             raise ValueError(f"{integers} weights with {num_inputs} inputs: must be a multiple of {GROUP_INPUTS}")
         code = dtype if integers is None else FORMAT_CODES[integers]
         struct = LinearStruct(num_outputs=num_outputs, num_inputs=num_inputs, format=code, is_gated=is_gated)
-        memory = self._arena.zeros(self._library.baton_packed_bytes(byref(struct)))
+        memory = _aligned_zeros(self._library.baton_packed_bytes(byref(struct)))
         struct.weights = memory.data_ptr()
         row = 0
         for part in parts:
@@ -224,3 +222,10 @@ class NativeOps:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _aligned_zeros(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8, on a cache line."""
+    memory = torch.zeros(num_bytes + 63, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 64
+    return memory[begin : begin + num_bytes]

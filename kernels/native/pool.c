@@ -7,7 +7,6 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 
 #include "baton.h"
 
@@ -19,8 +18,6 @@
 
 // A step has hundreds of tasks microseconds apart: worth spinning for one, not worth burning a core between steps.
 enum { MAX_SPINS = 4000 };
-
-enum { LARGE_PAGE = 2 << 20 };
 
 typedef struct {
     baton_pool *pool;
@@ -63,15 +60,10 @@ static void *work(void *arg) {
     }
 }
 
-// In large pages, where the system has some: with small ones a step waits for address translations. Null: there is not so much.
+// On a cache line; null: there is not so much.
 static void *allocate(int64_t bytes) {
     void *memory;
-    size_t size = ((size_t)bytes / LARGE_PAGE + 1) * LARGE_PAGE;
-    if (posix_memalign(&memory, LARGE_PAGE, size)) return NULL;
-#if defined(MADV_HUGEPAGE)
-    madvise(memory, size, MADV_HUGEPAGE);
-#endif
-    return memory;
+    return posix_memalign(&memory, 64, (size_t)bytes) ? NULL : memory;
 }
 
 static void begin(baton_pool *pool) {
