@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a folder, a .gguf file or a fetched name")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
-    parser.add_argument("--device", default="cpu", help="where to compute")
+    parser.add_argument("--device", default="cpu", choices=("cpu",), help="GPUs: see python -m bench.kernels")
     parser.add_argument("--threads", type=_threads, default=1, help="compute threads, at most one for each core")
     parser.add_argument("--cores", type=_cores, help="pin this process to these cores, e.g. 0 or 2,3")
     parser.add_argument("--batch", type=_counts, help="sequences decoded at once, e.g. 1,8,32")

@@ -89,11 +89,11 @@ class Rig:
         self.pool = BlockPool(num_blocks)
         self.decoder = TimedDecoder(built.model)
         self.steps = _Steps()
-        self._runner = TorchRunner(self.decoder, built.memory)
+        self._runner = TorchRunner(self.decoder, built.cache)
         self.loop = EngineLoop(self._runner, limits, self.pool, built.layout.block_tokens)
         self.loop.start(self._note_step)
         self._prompt = tuple(random.choices(range(built.config.vocab_size), k=built.config.max_context_tokens))  # noqa: S311
-        blocks = built.memory.tensor[:num_blocks]
+        blocks = built.cache[:num_blocks]
         blocks.copy_(torch.randn(blocks.shape[1:]))
 
     def close(self) -> None:

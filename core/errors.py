@@ -12,6 +12,7 @@ BatonError
 │   ├── UnavailableError       no worker can serve, or the one that did is gone
 │   ├── CancelledError         the client went away or aborted
 │   └── InternalError          our bug
+├── DeviceLostError            a GPU failed for good; the process ends and another takes over
 └── TransferError              a KV transfer failed; the router turns it into one of the above
     ├── FrameError             bytes that are not a frame of this protocol
     └── FingerprintError       the two ends do not hold the same kind of KV
@@ -84,6 +85,10 @@ class CancelledError(ServingError):
 
 class InternalError(ServingError):
     """A bug of ours; the message is safe to show."""
+
+
+class DeviceLostError(BatonError):
+    """A device failed and computes nothing any more in this process; only another process can."""
 
 
 class TransferError(BatonError):

@@ -120,15 +120,34 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(mixed.digest(), "little", signed=True)
 
 
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox4x32: four random words for a counter of four words, under a key of two.
+
+    Args:
+        counter: each word in [0, 2**32).
+        key: likewise.
+    Source: Salmon et al., SC 2011.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (odd >> 32) ^ c1 ^ k0, odd & 0xFFFFFFFF
+        c2, c3 = (even >> 32) ^ c3 ^ k1, even & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
 def uniform_draw(seed: int, position: int) -> float:
     """The random number in [0, 1) for one token: a function of (seed, position) alone.
 
     Args:
         seed: the request's 64-bit seed, signed or not.
         position: index of the token in the answer, from 0.
-    Source: counter-based generation (Salmon et al., SC 2011), here with BLAKE2b as the mixing function: the same on
-        every machine, whatever else shares the batch.
+    Source: counter-based generation (Salmon et al., SC 2011): the same on every machine, whatever else shares the
+        batch, and computed as well on a GPU as here.
     """
-    counter = (seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
-    word = hashlib.blake2b(counter, digest_size=8).digest()
-    return (int.from_bytes(word, "little") >> 11) / 2**53
+    w0, w1, _, _ = philox4x32(
+        (position & 0xFFFFFFFF, position >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    )
+    return ((w0 << 32 | w1) >> 11) / 2**53

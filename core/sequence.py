@@ -1,6 +1,6 @@
-"""What a service hands to an engine, and what the engine hands back after each step."""
+"""What a service hands to an engine, what the engine hands back after each step, and the KV blocks that others move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -98,12 +98,101 @@ class Engine(Protocol):
         """End every sequence with "abort", then the thread. Returns when both are done."""
 
 
+class Reading(Protocol):
+    """Bytes of blocks on their way to the host, or there."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they are there, or never will be. Does not change back."""
+
+    @property
+    def error(self) -> str:
+        """Why there are no bytes, once ready; empty when there are."""
+
+    @property
+    def parts(self) -> Sequence[memoryview]:
+        """One for each block, once ready and until `release`; not to be written to."""
+
+    def release(self) -> None:
+        """The bytes are no longer looked at, or no longer wanted. From any thread; a second call does nothing."""
+
+
 class BlockMemory(Protocol):
-    """The bytes of KV blocks, for those who move them."""
+    """KV blocks by number, for those who move their bytes: the two ends of KV transfer. One thread at a time calls it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
 
-    def view(self, block: int) -> memoryview:
-        """The writable bytes of one block, shared with the engine, not copied."""
+    @property
+    def max_read_blocks(self) -> int:
+        """Most blocks of one reading."""
+
+    @property
+    def max_readings(self) -> int | None:
+        """Most readings that one of several users should have open, so that none waits for a slow one. None: any number."""
+
+    def read(self, blocks: Sequence[int], on_ready: Callable[[], None]) -> Reading:
+        """Begin to bring the bytes of blocks to the host. Returns at once.
+
+        Args:
+            blocks: whose content is final: the steps that computed it are done on their device, and nothing writes to them
+                before the reading is released. At most `max_read_blocks`; repeats allowed.
+            on_ready: called once, from any thread, when the reading is ready and has not been released; not called when it
+                is ready on return. Where readings have no room they become ready in turn, as others are released.
+        Raises:
+            IndexError: no such block.
+        """
+
+    def write(self, blocks: Sequence[int], parts: Sequence[bytes | memoryview]) -> None:
+        """Fill blocks. Whatever is launched from here on sees the new bytes, and so does a reading.
+
+        Args:
+            blocks: that no step in flight reads or writes; each once.
+            parts: `block_bytes` for each block; may change once this returns.
+        Raises:
+            IndexError: no such block; nothing is written.
+            TransferError: the device failed.
+        """
+
+    def close(self) -> None:
+        """Let go of what moves bytes; no reading is open and nothing is written any more. A second call does nothing."""
+
+
+class SwapMemory(Protocol):
+    """KV blocks by number, for the engine's own thread, between steps."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+
+    def copy_out(self, blocks: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Copy blocks as they are after every step launched so far. Returns when it is done.
+
+        Args:
+            blocks: repeats allowed.
+            targets: `block_bytes` for each block.
+        Raises:
+            IndexError: no such block; nothing is copied.
+        """
+
+    def copy_in(self, blocks: Sequence[int], sources: Sequence[memoryview]) -> None:
+        """Fill blocks, for the steps launched from here on. Returns when `sources` may change.
+
+        Args:
+            blocks: each once.
+            sources: `block_bytes` for each block.
+        Raises:
+            IndexError: no such block; nothing is copied.
+        """
+
+
+def require_blocks(blocks: Iterable[int], num_blocks: int) -> None:
+    """Raise IndexError unless each of `blocks` is one of `num_blocks`."""
+    for block in blocks:
+        if not 0 <= block < num_blocks:
+            raise IndexError(f"block {block} is not in [0, {num_blocks})")

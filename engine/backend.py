@@ -2,18 +2,26 @@
 
 import logging
 import math
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from core.errors import ConfigError
+from core.layout import KVLayout
 from core.model_config import ModelConfig
+from core.sequence import BlockMemory, SwapMemory
 from engine.batch import Decoder
 from engine.draw import RoughWeights, Row, Weigh, rough_weights
-from engine.kv_cache import DTYPES
+from engine.kv_cache import DTYPES, KVCache
 from engine.model import Model
 from engine.native_model import MixedModel, NativeModel
+from engine.plan import Runner, Sampled, StepPlan
+from engine.torch_runner import TorchRunner
 from engine.weights import WeightReader
 from kernels.linear import is_native
 from kernels.native.library import find_library
@@ -21,6 +29,124 @@ from kernels.native.ops import NativeOps, Quantization
 from kernels.native.sampling import SamplingOps
 
 logger = logging.getLogger(__name__)
+
+
+class ModelRunner(Runner, Protocol):
+    """A runner with a model inside."""
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """Launch one step and wait for its results."""
+
+    def warm_up(self) -> None:
+        """Let everything happen that happens once only; writes into block 0. Raises ModelError."""
+
+
+class WorkerMemory(BlockMemory, SwapMemory, Protocol):
+    """KV blocks, for transfers and for the engine."""
+
+
+class Backend(NamedTuple):
+    """What computes, not warmed up, and where its KV lives."""
+
+    model: Decoder
+    runner: ModelRunner
+    memory: WorkerMemory
+    cache: Tensor  # [num_blocks, layers, 2, kv_heads, block_tokens, dim], what `memory` moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLimits:
+    """What a device's buffers are made for, and how much of its memory is taken. CPUs allocate as they go."""
+
+    max_batched_tokens: int = 512
+    max_sequences: int = 64
+    max_context_tokens: int = 0  # 0: what the model was made for
+    gpu_memory_share: float = 0.9  # for weights, steps and KV blocks together
+
+
+def find_place(name: str) -> torch.device:
+    """The device of a --device flag: auto is a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device here, or nothing to compute with on it.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name}: must be auto, cpu or cuda (which is ROCm's name too)")
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError(
+            f"device=cuda: torch {torch.__version__} finds no CUDA or ROCm device; use cpu, or another torch"
+        )
+    if name == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    if find_spec("triton") is None:
+        raise ConfigError("device=cuda: needs triton, which a torch built for CUDA or ROCm brings; pip install triton")
+    return torch.device("cuda")
+
+
+def load_backend(
+    config: ModelConfig,
+    reader: WeightReader,
+    place: torch.device,
+    layout: KVLayout,
+    library: Path | None,
+    limits: BackendLimits,
+    *,
+    num_blocks: int | None = None,
+    kv_memory_bytes: int | None = None,
+    threads: int = 1,
+    deterministic: bool = False,
+    quantization: Quantization | None = None,
+) -> Backend:
+    """Read the weights into whatever computes them fastest, and allocate KV blocks beside it.
+
+    Args:
+        config: the model's shape.
+        reader: its checked weights; gives the dtype.
+        place: where they go.
+        layout: of one block.
+        library: the native library, or None.
+        limits: of any step.
+        num_blocks: how many KV blocks, or
+        kv_memory_bytes: memory to fill with them; neither: what a GPU has left.
+        threads: native compute threads.
+        deterministic: a token's result is the same bits in any batch.
+        quantization: of the weights, on the way into memory.
+    Raises:
+        ConfigError: the model or the machine cannot do what is asked for.
+    """
+    if place.type == "cuda":
+        # Not above: a worker on a CPU needs no triton.
+        from engine.gpu.device import CudaDevice
+        from engine.gpu.load import load_gpu
+        from engine.gpu.model import GpuLimits
+
+        gpu = load_gpu(
+            config,
+            reader,
+            CudaDevice(place),
+            layout,
+            GpuLimits(
+                max_rows=limits.max_batched_tokens,
+                max_sequences=limits.max_sequences,
+                max_context_tokens=limits.max_context_tokens or config.max_context_tokens,
+                block_tokens=layout.block_tokens,
+            ),
+            num_blocks=num_blocks,
+            kv_memory_bytes=kv_memory_bytes,
+            memory_share=limits.gpu_memory_share,
+            deterministic=deterministic,
+            quantization=quantization,
+        )
+        return Backend(gpu.model, gpu.runner, gpu.blocks, gpu.cache)
+    decoder = load_decoder(
+        config, reader, place, library, threads=threads, deterministic=deterministic, quantization=quantization
+    )
+    if num_blocks is None:
+        assert kv_memory_bytes is not None, "a CPU's memory is not ours to fill"
+        num_blocks = kv_memory_bytes // layout.block_bytes
+    kv_cache = KVCache(layout, num_blocks, place)
+    return Backend(decoder, TorchRunner(decoder, kv_cache.tensor, load_weigh(library)), kv_cache, kv_cache.tensor)
 
 
 def load_weigh(library: Path | None) -> Weigh:

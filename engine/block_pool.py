@@ -155,8 +155,13 @@ class BlockPool:
                 assert block in self._references, f"block {block} is shared but not held"
                 self._references[block] += 1
 
-    def publish(self, block: int, block_hash: bytes) -> int:
+    def publish(self, block: int, block_hash: bytes, *, is_in_use: bool = False) -> int:
         """Say what a held block holds, once it is computed; its head is published already.
+
+        Args:
+            block, block_hash: what holds what.
+            is_in_use: a step that was launched reads the block, so it must stay the holder's: where somebody else holds
+                the same content, this copy remains unknown.
 
         Returns:
             The block to use from now on: another one if somebody holds the same content. The reference moves to it.
@@ -167,7 +172,7 @@ class BlockPool:
             if known == block:
                 return block
             if known in self._references:
-                return self._exchange(block, known)
+                return block if is_in_use else self._exchange(block, known)
             assert block not in self._hash_of, f"block {block} is published under two hashes"
             if known is not None:  # nobody holds it: it gives way, since to hold it might take what is promised
                 del self._idle[known], self._hash_of[known]

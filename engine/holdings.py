@@ -65,6 +65,8 @@ class Holdings:
 
     def skip_cached(self, sequence: Sequence) -> int:
         """Let a prompt go on behind the blocks that another sequence has computed meanwhile; returns their tokens."""
+        if sequence.num_unconfirmed_tokens:
+            return 0  # what it is computing now lies before
         if sequence.spec.block_table and not sequence.num_preemptions:
             return 0  # its blocks came from elsewhere, and may be somebody else's as well
         hashes = sequence.reusable_hashes(self._block_tokens)
@@ -82,13 +84,14 @@ class Holdings:
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the blocks that are computed now."""
-        num_full = sequence.num_computed_tokens // self._block_tokens
+        num_full = sequence.num_confirmed_tokens // self._block_tokens
         if num_full <= sequence.num_published_blocks:
             return
         hashes = sequence.hashes(self._block_tokens)
         num_full = min(num_full, len(hashes))
         for index in range(sequence.num_published_blocks, num_full):
-            sequence.block_table[index] = self._pool.publish(sequence.block_table[index], hashes[index])
+            block, is_in_use = sequence.block_table[index], sequence.num_unconfirmed_tokens > 0
+            sequence.block_table[index] = self._pool.publish(block, hashes[index], is_in_use=is_in_use)
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
     def end(self, sequence: Sequence) -> None:

@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from core.sequence import BlockMemory
+from core.sequence import SwapMemory
 
 _SMOOTHING = 0.2  # weight of the newest measurement
 
@@ -44,7 +44,7 @@ class HostSwap:
 
     def __init__(
         self,
-        memory: BlockMemory,
+        memory: SwapMemory,
         max_bytes: int,
         on_copied: Callable[[int, float], None],
         clock: Callable[[], float],
@@ -75,16 +75,14 @@ class HostSwap:
             return []
         slots = [self._free.pop() for _ in blocks]
         started = self._clock()
-        for slot, block in zip(slots, blocks, strict=True):
-            self._slot(slot)[:] = self._memory.view(block)
+        self._memory.copy_out(blocks, [self._slot(slot) for slot in slots])
         self._note(len(blocks), started)
         return slots
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy slots back, into as many blocks."""
         started = self._clock()
-        for slot, block in zip(slots, blocks, strict=True):
-            self._memory.view(block)[:] = self._slot(slot)
+        self._memory.copy_in(blocks, [self._slot(slot) for slot in slots])
         self._note(len(blocks), started)
 
     def drop(self, slots: Sequence[int]) -> None:

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from core.host_blocks import HostBlocks
 from core.layout import KVLayout
+from core.sequence import require_blocks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class KVCache:
-    """KV blocks, `[block, layer, k/v, kv_head, token, dim]`. Implements `core.sequence.BlockMemory`."""
+class KVCache(HostBlocks):
+    """KV blocks, `[block, layer, k/v, kv_head, token, dim]`. On a device it is the tensor alone: see `engine.gpu.memory`."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         """Allocate zeroed blocks.
@@ -30,6 +32,7 @@ class KVCache:
             )
         self.layout = layout
         self.num_blocks = num_blocks
+        self.block_bytes = layout.block_bytes
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         try:
             self.tensor = _zeros(num_blocks * layout.block_bytes, device).view(DTYPES[layout.dtype]).view(shape)
@@ -39,11 +42,6 @@ class KVCache:
         # One row of bytes per block; numpy has no bfloat16, and a memoryview needs no dtype.
         self._bytes = None if device.type != "cpu" else self.tensor.view(num_blocks, -1).view(torch.uint8).numpy()
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.layout.block_bytes
-
     def view(self, block: int) -> memoryview:
         """The writable bytes of one block, shared with the engine, not copied.
 
@@ -51,8 +49,7 @@ class KVCache:
             IndexError: no such block.
         """
         assert self._bytes is not None, "blocks on a device have no host bytes"
-        if not 0 <= block < self.num_blocks:
-            raise IndexError(f"block {block} is not in [0, {self.num_blocks})")
+        require_blocks((block,), self.num_blocks)
         return memoryview(self._bytes[block])
 
 

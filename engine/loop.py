@@ -1,4 +1,4 @@
-"""The engine's thread: intake -> plan -> run -> emit, one turn per step.
+"""The engine's thread: intake -> plan -> launch -> settle -> emit, one turn per step.
 
 A sequence is waiting (it has no blocks: not started, or preempted), computing its prompt, decoding, or ended; it ends
 exactly once, with one `has_ended` output.
@@ -7,31 +7,40 @@ steps: when `run` has returned and before its results are emitted. So a step nev
 sequence gets no more tokens, and the blocks of an ended one are no longer written.
 
 Blocks are given and taken at the same border, in one transaction on the pool: what a plan saw is what it gets.
+
+A device computes a step while the next one is planned and launched; only then are the results of the first waited for. What
+a step in flight samples is AWAITED in its sequence until it is settled. A sequence that ends with its step has been computed
+once too often; that result is dropped, and its blocks are held until no step in flight writes them. Where the next step
+cannot be planned without the tokens (penalties, preemption), the one in flight is settled first. Runners that compute when
+they launch are settled at once: for them nothing is ever in flight while a step is planned.
 """
 
+import contextlib
 import logging
 import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from core.clock import Clock, monotonic
-from core.errors import BatonError
+from core.errors import BatonError, DeviceLostError
 from core.sequence import (
-    BlockMemory,
     FinishReason,
     SequenceOutput,
     SequenceSpec,
     StepListener,
     StepResult,
+    SwapMemory,
     TokenLogprobs,
 )
 from engine.block_pool import BlockPool
 from engine.holdings import Holdings
 from engine.host_swap import HostSwap, Rates
-from engine.plan import Runner, Sampled, StepPlan
+from engine.inbox import Inbox, Message
+from engine.plan import Chunk, Launched, Runner, Sampled, StepPlan
 from engine.scheduler import Plan, StepLimits, plan_step
-from engine.sequence import Sequence
+from engine.sequence import AWAITED, Sequence
 from engine.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
@@ -39,7 +48,15 @@ logger = logging.getLogger(__name__)
 # Fewer prompt tokens in a step say little about how fast they are computed.
 _MIN_MEASURED_TOKENS = 64
 
-Message = SequenceSpec | str  # a sequence to add, or the id of one to abort
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched and is not settled."""
+
+    plan: StepPlan
+    launched: Launched
+    counts: dict[str, int]  # what `StepResult` says of it
+    started: float
 
 
 class EngineLoop:
@@ -67,7 +84,7 @@ class EngineLoop:
         pool: BlockPool,
         block_tokens: int,
         *,
-        swap_memory: tuple[BlockMemory, int] | None = None,
+        swap_memory: tuple[SwapMemory, int] | None = None,
         cores: frozenset[int] = frozenset(),
         plan: Plan = plan_step,
         clock: Clock = monotonic,
@@ -83,10 +100,15 @@ class EngineLoop:
         self._plan = plan
         self._clock = clock
         self._num_submitted = 0
-        self._inbox = _Inbox()
+        self._inbox = Inbox()
         self._live: dict[str, Sequence] = {}  # oldest first; changed by the engine's thread only
         self._news: list[SequenceOutput] = []  # of this turn, to be told at its end, or after a crash
         self._listener: StepListener | None = None
+        self._in_flight: _InFlight | None = None
+        self._settled_at = -math.inf
+        self._ending: dict[
+            Sequence, tuple[SequenceOutput, ...]
+        ] = {}  # ended, but a step computes them; and their last words
         self._thread: threading.Thread | None = None
         self._step_started: float | None = None  # None: no step runs
 
@@ -114,7 +136,8 @@ class EngineLoop:
         assert spec.num_computed_tokens <= len(spec.block_table) * self._block_tokens, f"{spec.sequence_id}: no blocks"
         assert spec.sequence_id not in self._live, f"{spec.sequence_id} is running"
         if not self._inbox.put(spec):
-            self._emit(StepResult(outputs=[self._ended(Sequence(spec), "abort")]))
+            output = self._output(Sequence(spec), has_ended=True, finish_reason="abort")
+            self._emit(StepResult(outputs=[output]))
 
     def abort(self, sequence_id: str) -> None:
         """End a sequence at the next step border with finish_reason "abort"; unknown or ended ids are ignored."""
@@ -140,67 +163,106 @@ class EngineLoop:
                 os.sched_setaffinity(threading.get_native_id(), self._cores)
             while not self._inbox.is_closed:
                 self._turn()
-        except Exception:  # a bug in this file or in the plan; a thread that dies in silence would hang every client
+            self._settle()
+        except Exception:  # a bug of ours, or the device is lost; a thread that dies in silence would hang every client
             logger.exception("engine loop crashed")
             reason, error = "error", "the engine crashed"
             self._step_started = -math.inf
+            if self._in_flight is not None:
+                with contextlib.suppress(Exception):  # only that it no longer writes blocks matters now
+                    self._in_flight.launched.results()
         self._inbox.close()
         for message in self._inbox.take(wait=False):
             if isinstance(message, SequenceSpec):
                 self._live[message.sequence_id] = Sequence(message)
         for sequence in self._live.values():
-            self._news.append(self._output(sequence, has_ended=True, finish_reason=reason, error=error))
+            self._ending[sequence] = (self._output(sequence, has_ended=True, finish_reason=reason, error=error),)
+        self._live.clear()
+        for sequence, last_words in self._ending.items():
+            self._news += last_words
             try:
                 self._holdings.end(sequence)
             except AssertionError:  # after a crash the pool may be the thing that is broken; the others must still hear
                 logger.exception("the blocks of %s are lost", sequence.spec.sequence_id)
-        self._live.clear()
         self._emit(StepResult(outputs=self._news))
 
     def _turn(self) -> None:
-        """One step, or a sleep until a message or room comes, and everything that happens at the border after it."""
+        """Launch one step and settle the one before; or sleep until a message or room comes."""
+        if self._in_flight is not None and _must_be_known(self._in_flight.plan):
+            self._settle()
         plan, counts = self._schedule()
-        results: list[Sampled] | str = []
-        step_s = 0.0
-        if plan.chunks:
-            self._step_started = started = self._clock()
-            results = self._run(plan)
-            self._step_started = None
-            step_s = self._clock() - started
-        can_rest = not plan.chunks and not plan.preempted
-        self._news += self._intake(self._inbox.take(wait=can_rest))
+        launched = self._launch(plan, counts) if plan.chunks else None
+        has_settled = self._settle()
+        self._in_flight = launched
+        if launched is not None and not launched.launched.is_ahead:
+            has_settled |= self._settle()
+        can_rest = not plan.chunks and not plan.preempted and not has_settled
+        if not has_settled:
+            self._news += self._intake(self._inbox.take(wait=can_rest))
+            if self._news or plan.preempted:
+                self._tell(counts if launched is None else {})
+
+    def _settle(self) -> bool:
+        """Wait for the step in flight and do what happens at the border after it; False: there is none."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return False
+        results: list[Sampled] | str
+        self._step_started = step.started
+        try:
+            results = step.launched.results()
+            assert len(results) == len(step.plan.chunks), f"{len(results)} results for {len(step.plan.chunks)} chunks"
+        except DeviceLostError:
+            raise
+        except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
+            logger.exception("engine step of %d chunks failed", len(step.plan.chunks))
+            results = _explain(error)
+        self._step_started = None
+        step_s = self._clock() - max(step.started, self._settled_at)
+        self._settled_at = self._clock()
+        self._news += self._intake(self._inbox.take(wait=False))
         if isinstance(results, str):
-            self._news += self._fail(plan, results)
+            results = [Sampled(None, error=results)] * len(step.plan.chunks)
         else:
-            self._measure(counts["num_prompt_tokens"] + counts["num_recomputed_tokens"], step_s)
-            self._news += self._advance(plan, results)
+            self._measure(step.counts["num_prompt_tokens"] + step.counts["num_recomputed_tokens"], step_s)
+        self._news += self._advance(step.plan, results)
+        if self._news or step.plan.preempted:
+            self._tell(step.counts, step_s)
+        return True
+
+    def _tell(self, counts: dict[str, int], step_s: float = 0.0) -> None:
+        """Emit what has gathered."""
         outputs, self._news = self._news, []
-        if outputs or plan.preempted:
-            waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
-            self._emit(
-                StepResult(
-                    outputs=outputs,
-                    num_waiting=len(waiting),
-                    num_running=len(self._live) - len(waiting),
-                    num_waiting_tokens=sum(waiting),
-                    step_s=step_s,
-                    **counts,
-                )
+        waiting = [sequence.num_uncomputed_tokens for sequence in self._live.values() if not sequence.is_decoding]
+        self._emit(
+            StepResult(
+                outputs=outputs,
+                num_waiting=len(waiting),
+                num_running=len(self._live) - len(waiting),
+                num_waiting_tokens=sum(waiting),
+                step_s=step_s,
+                **counts,
             )
+        )
 
     def _schedule(self) -> tuple[StepPlan, dict[str, int]]:
         """The next plan, with its blocks given and taken; and what `StepResult` says of it."""
         num_skipped = 0
-        computing = [sequence for sequence in self._live.values() if not sequence.is_decoding]
-        with self._pool:
-            for sequence in computing:
-                if sequence.has_blocks:
-                    num_skipped += self._holdings.skip_cached(sequence)
-            plan = self._plan(self._live.values(), self._limits, self._pool, self._block_tokens)
-            if plan.preempted:
-                self._pool.keep(self._pool.num_total)  # until the plan is carried out: what it counts on stays
-            else:
-                num_looked_up, num_found = self._holdings.apply(plan)
+        while True:
+            live = [sequence for sequence in self._live.values() if not sequence.is_final]
+            computing = [sequence for sequence in live if not sequence.is_decoding]
+            with self._pool:
+                for sequence in computing:
+                    if sequence.has_blocks:
+                        num_skipped += self._holdings.skip_cached(sequence)
+                plan = self._plan(live, self._limits, self._pool, self._block_tokens)
+                if not plan.preempted:
+                    num_looked_up, num_found = self._holdings.apply(plan)
+                elif self._in_flight is None:
+                    self._pool.keep(self._pool.num_total)  # until the plan is carried out: what it counts on stays
+            if not plan.preempted or self._in_flight is None:
+                break
+            self._settle()  # those that yield must be known first, and what ends may make it needless
         if plan.preempted:
             self._holdings.save(plan)
             with self._pool:
@@ -208,7 +270,7 @@ class EngineLoop:
         self._holdings.load(plan)
         if 0 < len(plan.chunks) < len(self._live):
             in_step = {id(chunk.sequence) for chunk in plan.chunks}
-            for sequence in self._live.values():
+            for sequence in live:
                 sequence.num_waited_steps += id(sequence) not in in_step
         known = [chunk for chunk in plan.chunks if not chunk.sequence.is_decoding] if computing else []
         num_known = sum(chunk.num_tokens for chunk in known)
@@ -221,19 +283,25 @@ class EngineLoop:
             "num_found_tokens": num_found + num_skipped,
         }
 
-    def _run(self, plan: StepPlan) -> list[Sampled] | str:
-        """The runner's results, or the error that ends the sequences of this plan and no other."""
+    def _launch(self, plan: StepPlan, counts: dict[str, int]) -> _InFlight | None:
+        """Give a plan to the runner; None when that failed, which ends the sequences of this plan and no other."""
+        self._step_started = started = self._clock()
         try:
-            results = self._runner.run(plan)
-            assert len(results) == len(plan.chunks), f"runner gave {len(results)} results for {len(plan.chunks)} chunks"
-        except BatonError as error:
+            launched = self._runner.launch(plan)
+        except DeviceLostError:
+            raise
+        except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
             logger.exception("engine step of %d chunks failed", len(plan.chunks))
-            return str(error)
-        except Exception as error:  # whatever a step raises, it concerns the sequences of that step only
-            logger.exception("engine step of %d chunks failed", len(plan.chunks))
-            # Only the type leaves the worker: a foreign message may quote the request.
-            return f"engine step failed: {type(error).__name__}"
-        return results
+            reason = _explain(error)
+            self._settle()
+            self._step_started = None
+            self._news += self._intake(self._inbox.take(wait=False))
+            self._news += self._fail(plan, reason)
+            return None
+        self._step_started = None
+        for chunk in plan.chunks:
+            _go_ahead(chunk)
+        return _InFlight(plan, launched, counts, started)
 
     def _measure(self, num_tokens: int, step_s: float) -> None:
         if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
@@ -248,59 +316,70 @@ class EngineLoop:
                 finish = finish_reason(sequence)
                 num_blocks = -(-sequence.max_total_tokens // self._block_tokens)
                 if finish.reason is not None:  # the token it came with ended it already
-                    yield self._ended(sequence, finish.reason, matched_stop_id=finish.matched_stop_id)
+                    yield from self._end(sequence, finish.reason, matched_stop_id=finish.matched_stop_id)
                 elif num_blocks > self._pool.num_total:
                     error = f"the sequence may need {num_blocks} KV blocks; the pool has {self._pool.num_total}"
-                    yield self._ended(sequence, "error", error)
+                    yield from self._end(sequence, "error", error=error)
                 else:
                     self._live[message.sequence_id] = sequence
                     self._holdings.publish(sequence)  # what came from elsewhere
-            elif (aborted := self._live.pop(message, None)) is not None:
-                yield self._ended(aborted, "abort")
+            elif (aborted := self._live.get(message)) is not None:
+                yield from self._end(aborted, "abort")
 
     def _advance(self, plan: StepPlan, results: list[Sampled]) -> Iterable[SequenceOutput]:
-        """Put a step's results into its sequences; those aborted while it ran get nothing."""
+        """Put a step's results into its sequences; those that ended while it ran get nothing."""
         for chunk, sampled in zip(plan.chunks, results, strict=True):
             sequence, num_tokens = chunk
-            sequence_id = sequence.spec.sequence_id
-            if self._live.get(sequence_id) is not sequence:
+            start = sequence.num_confirmed_tokens
+            sequence.num_unconfirmed_tokens -= num_tokens
+            if sequence.has_ended:
+                if not sequence.num_unconfirmed_tokens and sequence in self._ending:
+                    self._holdings.end(sequence)
+                    yield from self._ending.pop(sequence)
                 continue
             if sampled.error:
-                del self._live[sequence_id]
-                yield self._ended(sequence, "error", sampled.error)
+                yield from self._end(sequence, "error", error=sampled.error)
                 continue
-            prompt_logprobs = _news(sequence, sampled) if sampled.prompt_logprobs else ()
-            sequence.num_computed_tokens += num_tokens
+            prompt_logprobs = _news(sequence, start, sampled) if sampled.prompt_logprobs else ()
             self._holdings.publish(sequence)
             if sampled.token_id is None:
                 yield self._output(sequence, prompt_logprobs=prompt_logprobs)
                 continue
-            sequence.token_ids.append(sampled.token_id)
-            finish = finish_reason(sequence)
-            has_ended = finish.reason is not None or sequence.spec.prefill_only
-            output = self._output(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs, has_ended, *finish)
-            if has_ended:
-                del self._live[sequence_id]
-                self._holdings.end(sequence)
-            yield output
+            sequence.token_ids[sequence.num_known_tokens] = sampled.token_id
+            sequence.num_awaited_tokens -= 1
+            reason, matched_stop_id = finish_reason(sequence)
+            if reason is None and not sequence.spec.prefill_only:
+                yield self._output(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs)
+            else:
+                newest = (sampled.token_id, sampled.logprobs, prompt_logprobs)
+                yield from self._end(sequence, reason, newest, matched_stop_id=matched_stop_id)
 
     def _fail(self, plan: StepPlan, error: str) -> Iterator[SequenceOutput]:
-        """End the sequences of a step that failed; the others go on."""
+        """End the sequences of a step that could not be launched; the others go on."""
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if self._live.get(sequence.spec.sequence_id) is sequence:
-                del self._live[sequence.spec.sequence_id]
-                yield self._ended(sequence, "error", error)
+            if not chunk.sequence.has_ended:
+                yield from self._end(chunk.sequence, "error", error=error)
 
-    def _ended(
-        self, sequence: Sequence, reason: FinishReason, error: str = "", matched_stop_id: int | None = None
-    ) -> SequenceOutput:
-        """The last output of a sequence that is not live any more; lets go of what it had."""
-        output = self._output(
-            sequence, has_ended=True, finish_reason=reason, matched_stop_id=matched_stop_id, error=error
-        )
-        self._holdings.end(sequence)
-        return output
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason | None,
+        newest: tuple[int | None, TokenLogprobs | None, tuple[TokenLogprobs, ...]] = (None, None, ()),
+        matched_stop_id: int | None = None,
+        error: str = "",
+    ) -> Iterator[SequenceOutput]:
+        """The last output of a sequence; lets go of what it had, or sees to it that this happens once no step uses it."""
+        self._live.pop(sequence.spec.sequence_id, None)
+        output = self._output(sequence, *newest, True, reason, matched_stop_id, error)
+        sequence.has_ended = True
+        # The output of one that is handed over gives its blocks away: not before nobody writes them.
+        is_held_back = sequence.num_unconfirmed_tokens > 0 and sequence.spec.prefill_only
+        if sequence.num_unconfirmed_tokens:
+            self._ending[sequence] = (output,) if is_held_back else ()
+        else:
+            self._holdings.end(sequence)
+        if not is_held_back:
+            yield output
 
     def _output(
         self,
@@ -319,7 +398,7 @@ class EngineLoop:
             token_ids=() if token_id is None else (token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
-            num_computed_tokens=sequence.num_computed_tokens,
+            num_computed_tokens=sequence.num_confirmed_tokens,
             num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens - 1),
             block_table=tuple(sequence.block_table) if spec.prefill_only else (),
             has_ended=has_ended,
@@ -338,48 +417,29 @@ class EngineLoop:
             logger.exception("engine listener failed on %d outputs", len(result.outputs))
 
 
-class _Inbox:
-    """Messages to the engine's thread, in order. Closed, it refuses new ones and still gives out those it has."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._messages: list[Message] = []
-        self._is_woken = False
-        self.is_closed = False
-
-    def put(self, message: Message) -> bool:
-        """Add one message; False when closed."""
-        with self._changed:
-            if not self.is_closed:
-                self._messages.append(message)
-                self._changed.notify()
-            return not self.is_closed
-
-    def wake(self) -> None:
-        """End the next or the present wait of `take` without a message: something else changed."""
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify()
-
-    def take(self, *, wait: bool) -> list[Message]:
-        """All messages; with `wait`, sleeps until there is one, or `wake`, or the inbox is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._is_woken or self.is_closed or not wait)
-            self._is_woken = False
-            messages, self._messages = self._messages, []
-            return messages
-
-    def close(self) -> None:
-        """Refuse messages from now on and wake the reader."""
-        with self._changed:
-            self.is_closed = True
-            self._changed.notify()
+def _must_be_known(plan: StepPlan) -> bool:
+    """Whether the next step cannot be launched before this one's tokens are known: penalties count them."""
+    sequences = (chunk.sequence for chunk in plan.chunks)
+    return any(not sequence.is_plain and sequence.spec.sampling.has_penalties for sequence in sequences)
 
 
-def _news(sequence: Sequence, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
+def _explain(error: Exception) -> str:
+    # Only the type of a foreign error leaves the worker: its message may quote the request.
+    return str(error) if isinstance(error, BatonError) else f"engine step failed: {type(error).__name__}"
+
+
+def _go_ahead(chunk: Chunk) -> None:
+    """Let a sequence stand where it will once its chunk, just launched, is computed."""
+    sequence = chunk.sequence
+    if chunk.samples:
+        sequence.token_ids.append(AWAITED)
+        sequence.num_awaited_tokens += 1
+    sequence.num_computed_tokens += chunk.num_tokens
+    sequence.num_unconfirmed_tokens += chunk.num_tokens
+
+
+def _news(sequence: Sequence, start: int, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
     """The log-probabilities of prompt tokens that were not given out before: a preempted prompt is computed twice."""
-    num_known = sequence.num_prompt_logprobs - sequence.num_computed_tokens  # entry i is of the token after position i
-    sequence.num_prompt_logprobs = max(
-        sequence.num_prompt_logprobs, sequence.num_computed_tokens + len(sampled.prompt_logprobs)
-    )
+    num_known = sequence.num_prompt_logprobs - start  # entry i is of the token after position i
+    sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, start + len(sampled.prompt_logprobs))
     return sampled.prompt_logprobs[max(num_known, 0) :]

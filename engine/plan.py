@@ -62,12 +62,57 @@ class Sampled(NamedTuple):
     error: str = ""  # ends this sequence alone
 
 
-class Runner(Protocol):
-    """Computes a plan. The engine's thread calls it, one plan at a time."""
+NOTHING = Sampled(None)
 
-    def run(self, plan: StepPlan) -> list[Sampled]:
+
+def spread(sampled: Seq[Sampled], samples: Seq[bool]) -> list[Sampled]:
+    """One result for each chunk, given those of the chunks that sample."""
+    following = iter(sampled)
+    return [next(following) if does else NOTHING for does in samples]
+
+
+def output_rows(chunks: Seq[Chunk]) -> list[slice]:
+    """Of each chunk: which of the step's rows with logits are its own."""
+    rows, end = [], 0
+    for chunk in chunks:
+        begin, end = end, end + chunk.num_outputs
+        rows.append(slice(begin, end))
+    return rows
+
+
+class Launched(Protocol):
+    """A step that was given to the device."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step may be launched before its results are known."""
+
+    def results(self) -> list[Sampled]:
+        """Wait for it. Raises what went wrong; called once."""
+
+
+class Done:
+    """A step that was computed when it was launched. Implements `Launched`."""
+
+    is_ahead = False
+
+    def __init__(self, results: list[Sampled]) -> None:
+        self._results = results
+
+    def results(self) -> list[Sampled]:
+        """Known already."""
+        return self._results
+
+
+class Runner(Protocol):
+    """Computes plans. The engine's thread calls it, one plan after the other."""
+
+    def launch(self, plan: StepPlan) -> Launched:
         """Write the KV of every chunk's tokens into its sequence's blocks; sample where `chunk.samples`.
 
+        The last tokens of a sequence may be AWAITED: what the step launched before samples for it, or another that is not
+        yet waited for. Runners whose launches are never ahead do not meet one.
+
         Returns:
-            One Sampled for each chunk, in the plan's order. The sequences themselves are not changed.
+            What gives one Sampled for each chunk, in the plan's order. The sequences themselves are not changed.
         """

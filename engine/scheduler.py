@@ -205,7 +205,8 @@ class _Planner:
         """How many tokens a prompt has to compute; 0: not in this step, since it cannot start or had better wait."""
         hashes = sequence.reusable_hashes(self._block_tokens)
         num_computed = self._num_computed(sequence)
-        missing = hashes[num_computed // self._block_tokens :]
+        # What a step in flight computes is nobody's to use yet, so others wait for that as well.
+        missing = hashes[max(num_computed - sequence.num_unconfirmed_tokens, 0) // self._block_tokens :]
         if missing and missing[0] in pending:
             return 0
         if not sequence.has_blocks:

@@ -5,20 +5,22 @@ token is a function of every slot read back. So a block that is missing, misplac
 tokens, as it would with a real model, and `expected_tokens` says without any memory what they should be.
 """
 
+import copy
 import hashlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from core.errors import ConfigError
+from core.host_blocks import HostBlocks
 from core.layout import KVLayout
-from core.sequence import BlockMemory, TokenLogprobs
+from core.sequence import TokenLogprobs, require_blocks
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
-from engine.plan import Chunk, Sampled, StepPlan
+from engine.plan import Chunk, Done, Launched, Sampled, StepPlan
 from engine.scheduler import StepLimits
 from engine.sequence import Sequence
 
@@ -31,22 +33,18 @@ def scripted_layout(block_tokens: int = 16) -> KVLayout:
     return KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=block_tokens, dtype="float32")
 
 
-class ByteMemory:
-    """KV blocks in one bytearray; a `core.sequence.BlockMemory`."""
+class ByteMemory(HostBlocks):
+    """KV blocks in one bytearray."""
 
     def __init__(self, num_blocks: int, layout: KVLayout) -> None:
-        self._block_bytes = layout.block_bytes
+        self.num_blocks = num_blocks
+        self.block_bytes = layout.block_bytes
         self._bytes = memoryview(bytearray(num_blocks * layout.block_bytes))
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._block_bytes
-
     def view(self, block: int) -> memoryview:
-        """The writable bytes of one block, shared, not copied."""
-        assert 0 <= block < len(self._bytes) // self._block_bytes, f"no block {block}"
-        return self._bytes[block * self._block_bytes : (block + 1) * self._block_bytes]
+        """The writable bytes of one block, shared, not copied. Raises IndexError when there is no such block."""
+        require_blocks((block,), self.num_blocks)
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
 
 class StepGate:
@@ -102,7 +100,7 @@ class ScriptedRunner:
     nothing, and `min_tokens` needs no mask because an EOS token only ever comes from `script`.
     """
 
-    memory: BlockMemory
+    memory: HostBlocks
     layout: KVLayout
     vocab_size: int = VOCAB_SIZE  # above the number of EOS tokens
     step_s: float = 0.0  # a step takes this long, and `token_s` for each of its tokens
@@ -110,6 +108,8 @@ class ScriptedRunner:
     script: Callable[[Sequence], int | None] | None = None  # the next token; None: the one that follows from the KV
     fail_when: Callable[[StepPlan], Exception | None] | None = None  # raised by the step, before it writes
     gate: StepGate | None = None
+    is_ahead: bool = False  # computes like a device: a step is launched before the one before is settled
+    sampled: dict[tuple[str, int], int] = field(default_factory=dict)  # by sequence and position, where `is_ahead`
 
     def __post_init__(self) -> None:
         if self.memory.block_bytes != self.layout.block_bytes:
@@ -120,6 +120,10 @@ class ScriptedRunner:
     @property
     def _slot_bytes(self) -> int:
         return self.layout.block_bytes // self.layout.block_tokens
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Compute a step at once; or, `is_ahead`, as late as a device may: when its results are asked for."""
+        return _Ahead(self, plan) if self.is_ahead else Done(self.run(plan))
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Write a digest for every token of the plan; sample where a chunk reaches its newest token."""
@@ -171,6 +175,35 @@ class ScriptedRunner:
             token = next_token(self._context(sequence), self.vocab_size, spec.eos_token_ids, seed)
         num_top = spec.sampling.logprobs
         return Sampled(token, None if num_top is None else scripted_logprobs(token, num_top, self.vocab_size))
+
+
+class _Ahead:
+    """A step as it was when it was launched. Implements `Launched`."""
+
+    is_ahead = True
+
+    def __init__(self, runner: ScriptedRunner, plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = StepPlan(tuple(Chunk(_frozen(chunk.sequence), chunk.num_tokens) for chunk in plan.chunks))
+
+    def results(self) -> list[Sampled]:
+        sampled = self._runner.sampled
+        for chunk in self._plan.chunks:
+            sequence = chunk.sequence
+            for position in range(sequence.num_known_tokens, len(sequence.token_ids)):
+                # A step that failed sampled nothing, and those that it was for have ended.
+                sequence.token_ids[position] = sampled.get((sequence.spec.sequence_id, position), 0)
+        results = self._runner.run(self._plan)
+        for chunk, result in zip(self._plan.chunks, results, strict=True):
+            if result.token_id is not None:
+                sampled[chunk.sequence.spec.sequence_id, len(chunk.sequence.token_ids)] = result.token_id
+        return results
+
+
+def _frozen(sequence: Sequence) -> Sequence:
+    twin = copy.copy(sequence)
+    twin.token_ids, twin.block_table = list(sequence.token_ids), sequence.block_table[:]
+    return twin
 
 
 def slot_bytes(previous: bytes, token_id: int, num_bytes: int) -> bytes:

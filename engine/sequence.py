@@ -7,11 +7,16 @@ from core.hashing import hash_blocks
 from core.sequence import SequenceSpec
 from engine.token_counts import TokenCounts
 
+AWAITED = -1  # in `token_ids`: a token that a step in flight samples
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """States, derived and not stored: waiting (no blocks: not started, or preempted), computing its prompt, decoding (one
     token a step), ended.
+
+    While a step is in flight, what it computes counts as computed, and what it samples stands in `token_ids` as AWAITED:
+    so the next step is planned as if it were known. What leaves the engine looks at what is confirmed.
     """
 
     spec: SequenceSpec
@@ -20,6 +25,9 @@ class Sequence:
     block_table: "array[int]" = field(init=False)  # holds every computed token, and those of the next step
     num_promised_blocks: int = field(init=False)  # set aside in the pool for its growth
     num_computed_tokens: int = field(init=False)
+    num_unconfirmed_tokens: int = 0  # of these, in steps in flight
+    num_awaited_tokens: int = 0  # at the end of `token_ids`
+    has_ended: bool = False  # its blocks are let go of when no step in flight computes it any more
     num_prompt_tokens: int = field(init=False)  # this and the next are kept here for speed: every step asks for them
     is_plain: bool = field(init=False)  # greedy, and nobody edits its logits or asks to see any
     counts: TokenCounts | None = None  # for penalties: the sampler's, kept here so that it ends with the sequence
@@ -45,6 +53,23 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far, the ones sampled elsewhere included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and answer, without what is awaited."""
+        return len(self.token_ids) - self.num_awaited_tokens
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        """Tokens whose KV is in the blocks for certain."""
+        return self.num_computed_tokens - self.num_unconfirmed_tokens
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the token that is awaited is its last, whichever it is."""
+        if not self.num_awaited_tokens:
+            return False
+        return self.spec.prefill_only or self.num_output_tokens >= (self.spec.sampling.max_tokens or 0)
 
     @property
     def max_total_tokens(self) -> int:
@@ -75,9 +100,10 @@ class Sequence:
         if self.spec.hash_seed is None:
             return []
         num_hashed = len(self._hashes)
-        if len(self.token_ids) - num_hashed * block_tokens >= block_tokens:
+        num_known = self.num_known_tokens
+        if num_known - num_hashed * block_tokens >= block_tokens:
             parent = self._hashes[-1] if self._hashes else self.spec.hash_seed
-            self._hashes += hash_blocks(parent, self.token_ids[num_hashed * block_tokens :], block_tokens)
+            self._hashes += hash_blocks(parent, self.token_ids[num_hashed * block_tokens : num_known], block_tokens)
         return self._hashes
 
     def reusable_hashes(self, block_tokens: int) -> list[bytes]:

@@ -33,6 +33,10 @@ class TokenCounts:
             self._counts[slot] += position >= num_prompt_tokens
         self._num_taken = len(token_ids)
 
+    def said(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The distinct tokens, and how often the answer has each."""
+        return self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+
     def penalise(self, logits: npt.NDArray[np.float32], params: SamplingParams) -> None:
         """Change the logits of what was said before: repetition, then frequency, then presence penalty.
 
@@ -40,7 +44,7 @@ class TokenCounts:
             logits: [vocab], changed in place.
             params: whose penalties apply.
         """
-        ids, counts = self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+        ids, counts = self.said()
         values = logits[ids]
         values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         values -= params.frequency_penalty * counts

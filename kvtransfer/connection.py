@@ -21,10 +21,13 @@ class Connection:
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)  # (number, bytes) not acknowledged yet
     control: deque[Control] = field(default_factory=deque)  # goes before any data
 
-    @property
-    def has_credit(self) -> bool:
-        """Whether one more data message may go. It may overshoot: a block larger than the window must still move."""
-        return self.in_flight_bytes < self.window_bytes
+    def has_credit(self, loading_bytes: int) -> bool:
+        """Whether one more data message may go. It may overshoot: a block larger than the window must still move.
+
+        Args:
+            loading_bytes: that will be sent before it.
+        """
+        return self.in_flight_bytes + loading_bytes < self.window_bytes
 
     def send_control(self, frame: Control) -> None:
         """Send one frame. Raises TransportFullError; the frame then still is to be sent."""

@@ -9,7 +9,7 @@ bytes for each block.
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -139,11 +139,10 @@ class Data:
     epoch: int
     first_index: int
     blocks: Sequence[Part]
+    num_bytes: int = field(init=False)  # of the blocks
 
-    @property
-    def num_bytes(self) -> int:
-        """Block bytes in this message."""
-        return sum(len(block) for block in self.blocks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", sum(map(len, self.blocks)))
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.errors import TransferError
+from core.host_blocks import HostBlocks
+from core.sequence import require_blocks
 from kvtransfer.transport import Part, PeerUnreachableError, Released, Socket, TransportFullError
 
 _Message = tuple[bytes, list[Part]]
 
 
-class ByteBlocks:
+class ByteBlocks(HostBlocks):
     """Blocks in one bytearray; the fake of `core.sequence.BlockMemory`.
 
     Args:
@@ -26,8 +28,7 @@ class ByteBlocks:
 
     def view(self, block: int) -> memoryview:
         """The writable bytes of one block. Raises IndexError when there is no such block."""
-        if not 0 <= block < self.num_blocks:
-            raise IndexError(f"block {block} of {self.num_blocks}")
+        require_blocks((block,), self.num_blocks)
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
 

@@ -2,15 +2,20 @@
 
 The connection is opened again by itself after it broke: with a new socket, so that nothing queued before survives, and a
 new HELLO. Transfers that had begun fail with it; those that had not yet begun use the next one.
+
+A message of blocks goes through three hands: the session gives their numbers while there is credit, the memory brings their
+bytes (at once, or later from a device), the transport sends them. A few messages are brought while others are sent; control
+frames wait for none of them. What the memory lends for a message is given back when the transport has let go of it.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from core.clock import Clock
 from core.errors import FingerprintError, FrameError, TransferError
+from core.sequence import BlockMemory
 from kvtransfer.callbacks import notify, stop
 from kvtransfer.config import TransferConfig
 from kvtransfer.connection import Connection
@@ -31,30 +36,18 @@ from kvtransfer.frames import (
     Reset,
     decode,
 )
-from kvtransfer.send_session import Run, SendSession
+from kvtransfer.outgoing import Loader, Outgoing, Work
+from kvtransfer.send_session import SendSession
 from kvtransfer.states import State
 from kvtransfer.stats import TransferStats
-from kvtransfer.ticket import TransferOutcome
-from kvtransfer.transport import Part, SendHandle, Socket, Transport, TransportFullError
+from kvtransfer.transport import Part, Released, Socket, Transport, TransportFullError
 
 logger = logging.getLogger(__name__)
 
+LINGER_S = 0.2  # for the goodbyes of a closing link to leave
+
 _MESSAGES_PER_TURN = 64  # then other tasks of the loop get theirs
-
-
-@dataclass(eq=False, slots=True)
-class Outgoing:
-    """One transfer on a link, with the buffers the transport may still read."""
-
-    session: SendSession
-    on_end: Callable[[TransferOutcome], None]
-    handles: list[SendHandle] = field(default_factory=list)
-
-    def is_settled(self) -> bool:
-        """Whether the transfer ended and its blocks may be reused."""
-        self.handles = [handle for handle in self.handles if not handle.done]
-        # DONE means that the receiver has every byte; otherwise a queued message may still be read from our blocks.
-        return self.session.life.state is State.DONE or (self.session.life.state.is_terminal and not self.handles)
+_LETTING_GO_S = 0.001  # how often a transport is asked whether it let go of readings that others may be waiting for
 
 
 class SenderLink:
@@ -63,7 +56,7 @@ class SenderLink:
     Args:
         endpoint: the receiver's.
         transport: opens the sockets.
-        block_bytes: bytes of one block.
+        memory: the blocks.
         hello: what to introduce ourselves with.
         config, clock, stats: shared with the other links of the worker.
         on_gone: told each transfer id that ended, before its caller is.
@@ -73,7 +66,7 @@ class SenderLink:
         self,
         endpoint: str,
         transport: Transport,
-        block_bytes: int,
+        memory: BlockMemory,
         hello: Hello,
         config: TransferConfig,
         clock: Clock,
@@ -86,7 +79,6 @@ class SenderLink:
         self.error: TransferError | None = None  # refused: no further attempt
         self.settled = asyncio.Event()  # accepted or refused
         self._transport = transport
-        self._max_blocks = max(1, config.max_message_bytes // block_bytes)  # in one message
         self._hello = hello
         self._config = config
         self._clock = clock
@@ -96,7 +88,9 @@ class SenderLink:
         self._connection: Connection | None = None
         self._reader: asyncio.Task[None] | None = None
         self._ready: dict[bytes, Outgoing] = {}  # has something to send; first in line first
-        self._work: tuple[Outgoing, Run | Commit] | None = None  # taken from a session, not yet sent
+        self._loop = asyncio.get_running_loop()
+        self._loader = Loader(memory, config.max_message_bytes, self._on_reading)
+        self._poll: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -134,8 +128,9 @@ class SenderLink:
         if self._connection is not None:
             self._connection.control.append(Bye())
             self.flush()
-            self._connection.socket.close(linger_s=0.2)
+            self._connection.socket.close(linger_s=LINGER_S)
             self._connection = None
+        self._loader.drop()
         for outgoing in list(self._outgoing.values()):
             outgoing.session.on_link_lost(reason, now)
             self._finish(outgoing)
@@ -175,53 +170,82 @@ class SenderLink:
         self._settle_all()
 
     def flush(self) -> None:
-        """Send what credit and transport allow; the rest goes at the next ACK or tick."""
+        """Send what credit, memory and transport allow; the rest goes at the next ACK, tick, or when its bytes are there."""
+        self.let_go()
+        self._loader.drop(lambda work: not work.outgoing.session.life.is_open)
         connection = self._connection
         if connection is None:
             return
-        try:
-            while connection.control:
-                self._send_control(connection, connection.control[0])
-                connection.control.popleft()
-            while connection.has_credit and self._next_work():
-                self._send_work(connection)
-        except TransportFullError:
-            return
+        with contextlib.suppress(TransportFullError):
+            self._send_controls(connection)
+            while (work := self._next_work(connection)) is not None:
+                self._send_work(connection, work)
+                self._send_controls(connection)
+        if self._loader.lends_scarcely and self._poll is None:
+            self._poll = self._loop.call_later(_LETTING_GO_S, self._on_poll)
+
+    def let_go(self) -> bool:
+        """Give back what the transport has let go of, also after `close`. Returns whether that is all that was sent."""
+        return self._loader.let_go()
+
+    def _on_reading(self) -> None:
+        """A reading is ready; a thread of the memory says so."""
+        with contextlib.suppress(RuntimeError):  # the loop ended meanwhile, and every transfer with it
+            self._loop.call_soon_threadsafe(self.flush)
+
+    def _on_poll(self) -> None:
+        self._poll = None
+        self.flush()
 
     # Sending
+
+    def _send_controls(self, connection: Connection) -> None:
+        while connection.control:
+            self._send_control(connection, connection.control[0])
+            connection.control.popleft()
 
     def _send_control(self, connection: Connection, frame: Control) -> None:
         connection.send_control(frame)
         if isinstance(frame, Drained) and frame.transfer_id in self._outgoing:
             self._outgoing[frame.transfer_id].session.on_drained_sent(self._clock())
 
-    def _next_work(self) -> bool:
-        if self._work is not None and self._work[0].session.life.is_open:
-            return True
-        self._work = None
-        while self._ready and self._work is None:
+    def _next_work(self, connection: Connection) -> Work | None:
+        """Something that can be sent now; until there is, take from the sessions what may be taken."""
+        while (work := self._loader.ready()) is None:
+            if not self._loader.has_room or not connection.has_credit(self._loader.num_bytes) or not self._take():
+                return None
+        return work
+
+    def _take(self) -> bool:
+        while self._ready:
             transfer_id = next(iter(self._ready))
             outgoing = self._ready.pop(transfer_id)
             if outgoing.session.has_work:
-                self._work = (outgoing, outgoing.session.take(self._max_blocks, self._clock()))
                 # To the end of the line: transfers share the link message by message.
                 self._ready[transfer_id] = outgoing
-        return self._work is not None
+                self._loader.take(outgoing, outgoing.session.take(self._loader.max_blocks, self._clock()))
+                return True
+        return False
 
-    def _send_work(self, connection: Connection) -> None:
-        assert self._work is not None
-        outgoing, work = self._work
-        if isinstance(work, Commit):
-            connection.send_control(work)
-        else:
-            session = outgoing.session
-            frame = Data(session.transfer_id, session.ticket.epoch, work.first_index, work.blocks)
-            handle = connection.send_data(frame, self._config.checksum)
-            if not handle.done:
-                outgoing.handles.append(handle)
-            session.num_bytes += frame.num_bytes
-            self._stats.num_bytes += frame.num_bytes
-        self._work = None
+    def _send_work(self, connection: Connection, work: Work) -> None:
+        outgoing, session, item, reading = work.outgoing, work.outgoing.session, work.item, work.reading
+        if isinstance(item, Commit):
+            connection.send_control(item)
+            self._loader.sent(work, Released())
+            return
+        assert reading is not None, "a run has one"
+        if reading.error:
+            self._after(
+                outgoing, session.abort("failed", f"KV blocks could not be read: {reading.error}", self._clock())
+            )
+            self._loader.drop(lambda other: other.outgoing is outgoing)
+            return
+        frame = Data(session.transfer_id, session.ticket.epoch, item.first_index, reading.parts)
+        self._loader.sent(work, connection.send_data(frame, self._config.checksum))
+        self._stats.num_bytes += frame.num_bytes
+        session.on_sent(frame.num_bytes, self._clock())
+        if session.has_work:  # its COMMIT may have waited for this
+            self._ready.setdefault(session.transfer_id, outgoing)
 
     # Receiving
 
@@ -310,7 +334,7 @@ class SenderLink:
         self.is_accepted = False
         self._connection = None
         self._ready.clear()
-        self._work = None
+        self._loader.drop()
         if self._reader is not None:
             self._reader.cancel()  # `run` then closes the socket and opens another
         for outgoing in victims:

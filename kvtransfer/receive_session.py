@@ -15,7 +15,7 @@ class ReceiveSession:
     Args:
         transfer_id: 16 bytes.
         epoch: this reservation's number.
-        blocks: the bytes to fill, in the ticket's order; written by the caller, not here.
+        blocks: to fill, by number, in the ticket's order; written by the caller, not here.
         block_bytes: bytes of one block.
         prompt_hash: what COMMIT must name.
         config: deadlines.
@@ -26,7 +26,7 @@ class ReceiveSession:
         self,
         transfer_id: bytes,
         epoch: int,
-        blocks: Sequence[memoryview],
+        blocks: Sequence[int],
         block_bytes: int,
         prompt_hash: bytes,
         config: TransferConfig,
@@ -53,11 +53,11 @@ class ReceiveSession:
         if frame.num_blocks != len(self._blocks):
             raise TransferError(f"ticket is for {len(self._blocks)} blocks, BEGIN says {frame.num_blocks}")
 
-    def on_data(self, frame: Data, now: float) -> list[memoryview]:
+    def on_data(self, frame: Data, now: float) -> list[int]:
         """Blocks arrived.
 
         Returns:
-            Where to write them, in order; empty when the transfer is ending and nothing may be written.
+            The blocks to write them to, in order; empty when the transfer is ending and nothing may be written.
         Raises:
             TransferError: an index out of range or seen before, or a wrong size; the caller aborts.
         """

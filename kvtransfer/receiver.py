@@ -17,7 +17,7 @@ from core.clock import Clock, monotonic
 from core.errors import FingerprintError, FrameError, TransferError
 from core.ids import new_transfer_id
 from core.layout import Fingerprint
-from core.sequence import BlockMemory
+from core.sequence import BlockMemory, require_blocks
 from kvtransfer.callbacks import every, notify, stop
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import (
@@ -156,18 +156,19 @@ class KVReceiver:
             blocks: blocks to fill, in order, allocated by the caller; may be empty.
             prompt_hash: at most 64 bytes; a COMMIT for another prompt fails the transfer.
             on_end: called once, when the blocks may be reused (or, when done, are the caller's to use).
-            on_commit: called before a successful `on_end`, when every block is written; may still `abort`.
+            on_commit: called before a successful `on_end`, when steps launched from then on see every block; may `abort`.
         Returns:
             The ticket for one sender.
         Raises:
             TransferError: the receiver is not running.
+            IndexError: no such block.
         """
         if self._socket is None:
             raise TransferError("the receiver is not running")
         epoch = next(self._epochs)
-        views = [self._memory.view(block) for block in blocks]  # a wrong number shows here, not when the frame comes
+        require_blocks(blocks, self._memory.num_blocks)  # a wrong number shows here, not when the frame comes
         session = ReceiveSession(
-            new_transfer_id(), epoch, views, self._memory.block_bytes, prompt_hash, self._config, self._clock()
+            new_transfer_id(), epoch, blocks, self._memory.block_bytes, prompt_hash, self._config, self._clock()
         )
         self._incoming[session.transfer_id] = _Incoming(session, on_end, on_commit)
         self.stats.opened()
@@ -296,11 +297,11 @@ class KVReceiver:
                 session.on_begin(frame, now)
             case Data():
                 targets = session.on_data(frame, now)
-                if not targets:
+                if targets:
+                    self._memory.write(targets, frame.blocks)
+                    self.stats.num_bytes += frame.num_bytes
+                else:
                     self._drop("aborting")
-                for target, part in zip(targets, frame.blocks, strict=False):
-                    target[:] = part
-                    self.stats.num_bytes += len(part)
             case Commit():
                 committed = session.on_commit(frame, now)
                 if committed is not None:

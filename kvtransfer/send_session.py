@@ -8,19 +8,20 @@ from kvtransfer.config import TransferConfig
 from kvtransfer.frames import MAX_BLOCKS_PER_MESSAGE, Abort, Begin, Commit, Control, Drained
 from kvtransfer.states import Failure, Lifecycle, State
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
-from kvtransfer.transport import Part
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks (their bytes, not copied) that go into consecutive places of the ticket's list."""
+    """Blocks, by number, that go into consecutive places of the ticket's list."""
 
     first_index: int
-    blocks: tuple[Part, ...]
+    blocks: tuple[int, ...]
 
 
 class SendSession:
     """CONNECTING until `begin`, SENDING until `take` gives COMMIT, COMMITTED until DONE comes.
+
+    Runs may be sent in any order; COMMIT is given when the last of them has been.
 
     Args:
         ticket: the receiver's promise; its lease starts now.
@@ -32,12 +33,13 @@ class SendSession:
         self.ticket = ticket
         self.life = Lifecycle(now)
         self.life.advance(State.CONNECTING, now)
-        self.num_bytes = 0  # kept by whoever sends the runs
+        self.num_bytes = 0
         self._config = config
         self._lease_until = now + ticket.lease_ms / 1000
         self._progress_at = now
         self._pushed: set[int] = set()
-        self._waiting: deque[tuple[int, Part]] = deque()  # (index in the ticket's list, bytes)
+        self._waiting: deque[tuple[int, int]] = deque()  # (index in the ticket's list, block)
+        self._num_unsent_runs = 0  # taken, and not sent yet
         self._commit: Committed | None = None
 
     @property
@@ -48,7 +50,9 @@ class SendSession:
     @property
     def has_work(self) -> bool:
         """Whether `take` would give something."""
-        return self.life.state is State.SENDING and (bool(self._waiting) or self._commit is not None)
+        if self.life.state is not State.SENDING:
+            return False
+        return bool(self._waiting) or (self._commit is not None and self._num_unsent_runs == 0)
 
     def begin(self, now: float) -> Begin:
         """The link is up: announce the transfer."""
@@ -56,7 +60,7 @@ class SendSession:
         self._progress_at = now
         return Begin(self.transfer_id, self.ticket.epoch, self.ticket.num_blocks)
 
-    def push(self, blocks: Sequence[Part], first_index: int, now: float) -> list[Control]:
+    def push(self, blocks: Sequence[int], first_index: int, now: float) -> list[Control]:
         """Queue computed blocks. One outside the ticket or given twice aborts: the receiver must hear of it at once."""
         if not self.life.is_open:
             return []
@@ -109,7 +113,14 @@ class SendSession:
         limit = min(max_blocks, MAX_BLOCKS_PER_MESSAGE)
         while self._waiting and len(blocks) < limit and self._waiting[0][0] == first + len(blocks):
             blocks.append(self._waiting.popleft()[1])
+        self._num_unsent_runs += 1
         return Run(first, tuple(blocks))
+
+    def on_sent(self, num_bytes: int, now: float) -> None:
+        """A run that was taken has been handed to the transport."""
+        self._num_unsent_runs -= 1
+        self.num_bytes += num_bytes
+        self._progress_at = now
 
     def abort(self, result: Failure, reason: str, now: float) -> list[Control]:
         """End at once: ABORT, then DRAINED, as nothing queued here is sent any more. A second call is a no-op."""
@@ -161,8 +172,9 @@ class SendSession:
             return self.abort("failed", f"not committed in {config.transfer_timeout_s} s", now)
         if state is State.CONNECTING and now >= self.life.entered_at + config.connect_timeout_s:
             return self.abort("failed", f"no connection to {self.ticket.endpoint}", now)
-        if state is State.SENDING and self.has_work and now >= self._progress_at + config.idle_timeout_s:
-            return self.abort("failed", f"receiver took nothing for {config.idle_timeout_s} s", now)
+        is_idle = now >= self._progress_at + config.idle_timeout_s
+        if state is State.SENDING and is_idle and (self.has_work or self._num_unsent_runs > 0):
+            return self.abort("failed", f"nothing could be sent for {config.idle_timeout_s} s", now)
         if state is State.COMMITTED and now >= self._progress_at + config.commit_timeout_s:
             return self.abort("failed", f"no DONE for {config.commit_timeout_s} s after COMMIT", now)
         return []

@@ -1,17 +1,19 @@
 """The prefill worker's end of KV transfer: links to receivers, and the transfers opened on them."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from core.clock import Clock, monotonic
 from core.errors import TransferError
 from core.layout import Fingerprint
-from core.sequence import BlockMemory
+from core.sequence import BlockMemory, require_blocks
 from kvtransfer.callbacks import every, stop
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import Hello
-from kvtransfer.link import Outgoing, SenderLink
+from kvtransfer.link import LINGER_S, SenderLink
+from kvtransfer.outgoing import Outgoing
 from kvtransfer.send_session import SendSession
 from kvtransfer.stats import TransferStats
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
@@ -52,6 +54,7 @@ class KVSender:
         self._links: dict[str, SenderLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._transfers: dict[bytes, SenderLink] = {}
+        self._closed: list[SenderLink] = []  # whose sockets may still read what the memory lent
         self._timer: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -65,9 +68,14 @@ class KVSender:
         self._timer = None
         for link in list(self._links.values()):
             link.close("sender closed")
+            self._closed.append(link)
         self._links.clear()
         self._tasks.clear()
         await stop(*tasks)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5 * LINGER_S):
+                while not self._have_closed():  # noqa: ASYNC110 (a transport has no event for it)
+                    await asyncio.sleep(0.005)
 
     async def run(self) -> None:
         """Wait for the timer, which never ends by itself; raises what broke it. For the service's TaskGroup."""
@@ -119,16 +127,20 @@ class KVSender:
         link.add(Outgoing(SendSession(ticket, self._config, self._clock()), on_end))
 
     def push(self, transfer_id: bytes, blocks: Sequence[int], first_index: int) -> None:
-        """Send blocks that are final, in the background. No-op once the transfer ended.
+        """Send blocks that are final, in the background: the steps that computed them are done. No-op once it ended.
 
         Args:
             transfer_id: an opened ticket's.
             blocks: this worker's block numbers.
             first_index: place of the first one in the ticket's list; the others follow it.
+        Raises:
+            IndexError: no such block.
         """
-        views = [self._memory.view(block) for block in blocks]  # a wrong number shows here, in the caller
+        require_blocks(blocks, self._memory.num_blocks)  # a wrong number shows here, in the caller
         if transfer_id in self._transfers:
-            self._transfers[transfer_id].update(transfer_id, lambda session, now: session.push(views, first_index, now))
+            self._transfers[transfer_id].update(
+                transfer_id, lambda session, now: session.push(blocks, first_index, now)
+            )
 
     def commit(self, transfer_id: bytes, committed: Committed) -> None:
         """Complete the transfer after what was pushed. Missing blocks fail it at once. No-op once it ended."""
@@ -142,11 +154,13 @@ class KVSender:
 
     def tick(self) -> None:
         """Enforce every deadline; the timer calls it."""
+        self._have_closed()
         for endpoint, link in list(self._links.items()):
             link.tick()
             task = self._tasks[endpoint]
             if link.is_idle and (link.error is not None or not link.is_wanted):
                 link.close("not used")
+                self._closed.append(link)
                 task.cancel()
                 del self._links[endpoint], self._tasks[endpoint]
             elif task.done() and link.error is None:
@@ -160,7 +174,7 @@ class KVSender:
         link = SenderLink(
             endpoint,
             self._transport,
-            self._memory.block_bytes,
+            self._memory,
             self._hello,
             self._config,
             self._clock,
@@ -170,6 +184,11 @@ class KVSender:
         self._links[endpoint] = link
         self._tasks[endpoint] = asyncio.create_task(link.run())
         return link
+
+    def _have_closed(self) -> bool:
+        """Whether the transport let go of everything on the links that were closed."""
+        self._closed = [link for link in self._closed if not link.let_go()]
+        return not self._closed
 
     def _drop(self, transfer_id: bytes) -> None:
         self._transfers.pop(transfer_id, None)

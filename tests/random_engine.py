@@ -7,6 +7,7 @@ what happens. What other threads would do to the pool is done between two steps,
 import mmap
 import random
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -22,7 +23,7 @@ from core.layout import growth_blocks
 from core.sampling import SamplingParams
 from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from engine.loop import EngineLoop
-from engine.plan import Sampled, StepPlan
+from engine.plan import Launched, Sampled, StepPlan
 from engine.scheduler import AGEING_STEPS, Room, StepLimits, plan_step
 from engine.scripted import DIGEST_BYTES, expected_tokens, scripted_engine, scripted_layout
 from engine.sequence import Sequence
@@ -59,7 +60,9 @@ class RandomEngine:
         num_priorities: from 0 up.
     """
 
-    def __init__(self, seed: int, num_operations: int, num_swap_blocks: int, num_priorities: int) -> None:
+    def __init__(
+        self, seed: int, num_operations: int, num_swap_blocks: int, num_priorities: int, is_ahead: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.num_operations = num_operations
         self.num_priorities = num_priorities
@@ -69,6 +72,7 @@ class RandomEngine:
             max_batched_tokens=max_sequences + self.rng.randint(0, 20), max_sequences=max_sequences
         )
         self.parts = scripted_engine(num_blocks=self.rng.randint(14, 40), layout=scripted_layout(BLOCK))
+        self.parts.runner.is_ahead = is_ahead
         self.pool = self.parts.pool
         swap_memory = (self.parts.memory, num_swap_blocks * mmap.PAGESIZE) if num_swap_blocks else None
         self.loop = EngineLoop(
@@ -78,6 +82,7 @@ class RandomEngine:
         self.failure: BaseException | None = None
         self.counts: Counter[str] = Counter()  # of operations, and of what happened
         self.live: dict[str, Sequence] = {}
+        self.ending: list[Sequence] = []  # a step in flight still writes their blocks
         self.specs: dict[str, SequenceSpec] = {}  # of sequences that have not ended
         self.aborted: set[str] = set()
         self.failed: set[str] = set()
@@ -109,7 +114,9 @@ class RandomEngine:
             raise
 
     def _plan(self, sequences: list[Sequence], limits: StepLimits, room: Room, block_tokens: int) -> StepPlan:
-        self.live = {sequence.spec.sequence_id: sequence for sequence in sequences}
+        self.live = dict(self.loop._live)
+        self.ending = list(self.loop._ending)
+        assert sequences == [sequence for sequence in self.live.values() if not sequence.is_final]
         self.check_books()
         self.decide_whether_to_drain()
         if not self.done.is_set():
@@ -123,13 +130,16 @@ class RandomEngine:
         self.counts["step"] += bool(plan.chunks)
         return plan
 
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def launch(self, plan: StepPlan) -> Launched:
         try:
             self.check_applied(plan)
             if not self.is_draining and self.rng.random() < 0.003:
                 self.failed |= {chunk.sequence.spec.sequence_id for chunk in plan.chunks}
                 raise RuntimeError("a step that fails, as some do")
-            return self.parts.runner.run(plan)
+            if not self.is_draining and self.rng.random() < 0.003:
+                self.failed |= {chunk.sequence.spec.sequence_id for chunk in plan.chunks}
+                return FailsLater(self.parts.runner.is_ahead)
+            return self.parts.runner.launch(plan)
         except AssertionError as error:
             self.failure = error
             self.done.set()
@@ -207,8 +217,9 @@ class RandomEngine:
         self.loop.submit(spec)
 
     def cancel(self) -> None:
-        if self.specs:
-            name = self.rng.choice(list(self.specs))
+        ending = {sequence.spec.sequence_id for sequence in self.loop._ending}
+        if names := [name for name in self.specs if name not in ending]:
+            name = self.rng.choice(names)
             self.aborted.add(name)
             self.loop.abort(name)
 
@@ -284,11 +295,14 @@ class RandomEngine:
     def check_books(self) -> None:
         """At the border of two steps: who has what, and how often."""
         self.pool.check()
-        tables = [sequence.block_table for sequence in self.live.values()] + [list(hold.blocks) for hold in self.holds]
+        tables = [sequence.block_table for sequence in (*self.live.values(), *self.ending)]
+        tables += [array("i", hold.blocks) for hold in self.holds]
         references = Counter(block for table in tables for block in table)
         assert self.pool.num_free == self.pool.num_total - len(references)
         assert self.pool.count_freed(references.elements()) == len(references), "a reference too many or too few"
-        promises = sum(s.num_promised_blocks for s in self.live.values()) + sum(hold.promise for hold in self.holds)
+        promises = sum(s.num_promised_blocks for s in (*self.live.values(), *self.ending)) + sum(
+            hold.promise for hold in self.holds
+        )
         assert self.pool.num_free - self.pool.num_available == promises
         slots = [slot for sequence in self.live.values() for slot in sequence.swap_slots]
         assert len(slots) == len(set(slots)) <= self.num_swap_blocks
@@ -307,7 +321,7 @@ class RandomEngine:
         return [pool, *(copy(getattr(sequence, name)) for sequence in self.live.values() for name in names)]
 
     def check_plan(self, plan: StepPlan) -> None:
-        ranked = sorted(self.live.values(), key=rank)
+        ranked = sorted((s for s in self.live.values() if not s.is_final), key=rank)
         started = [sequence for sequence in ranked if sequence.has_blocks]
         running = [s for s in started if s not in plan.preempted][: self.limits.max_sequences]
         planned = [chunk.sequence for chunk in plan.chunks]
@@ -329,7 +343,7 @@ class RandomEngine:
             if first.sequence is computing[0]:
                 half = -(-(self.limits.max_batched_tokens - len(decodes)) // 2)
                 assert first.num_tokens >= min(half, computing[0].num_uncomputed_tokens)
-        if self.live and (started or not self.holds):
+        if ranked and (started or not self.holds) and not self.ending and len(ranked) == len(self.live):
             assert plan.chunks or plan.preempted, "nothing moves"
 
     def check_applied(self, plan: StepPlan) -> None:
@@ -341,7 +355,8 @@ class RandomEngine:
             self.counts["swapped" if victim.swap_slots else "dropped"] += 1
             num_free = self.num_swap_blocks - sum(len(sequence.swap_slots) for sequence in self.live.values())
             assert victim.swap_slots or num_free < len(table), "a slot is lost"
-        holders = Counter(block for sequence in self.live.values() for block in sequence.block_table)
+        everyone = (*self.live.values(), *self.ending)
+        holders = Counter(block for sequence in everyone for block in sequence.block_table)
         for chunk in plan.chunks:
             sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
             end = start + chunk.num_tokens
@@ -350,7 +365,7 @@ class RandomEngine:
             written = sequence.block_table[start // BLOCK : -(-end // BLOCK)]
             assert all(holders[block] == 1 for block in written), "two sequences write one block"
             assert sequence.num_published_blocks <= start // BLOCK
-            self.check_content(sequence.token_ids[:start], sequence.block_table)
+            self.check_content(sequence.token_ids[: sequence.num_confirmed_tokens], sequence.block_table)
 
     def check_content(self, token_ids: Seq[int], table: Seq[int]) -> None:
         expected = content(tuple(token_ids))
@@ -358,6 +373,16 @@ class RandomEngine:
             part = expected[start : start + BLOCK_BYTES]
             held = self.parts.memory.view(table[start // BLOCK_BYTES])[: len(part)]
             assert held == part, "a block holds something else"
+
+
+class FailsLater:
+    """A step that was launched, and of which nothing came back."""
+
+    def __init__(self, is_ahead: bool) -> None:
+        self.is_ahead = is_ahead
+
+    def results(self) -> list[Sampled]:
+        raise RuntimeError("a step that fails on the device, as some do")
 
 
 OPERATIONS = {"submit": 8, "cancel": 1, "reserve": 3, "adopt": 3, "release": 4}  # with weights

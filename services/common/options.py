@@ -104,9 +104,12 @@ class EngineOptions:
         "none",
         "Weights in 8 or 4 bits, made on load: faster at few sequences, smaller, less exact. Equal on both pools.",
     )
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "Where to compute.")
+    device: Literal["auto", "cpu", "cuda"] = flag(
+        "auto", "Where to compute: auto is a GPU where there is one, cuda is ROCm's name too."
+    )
     block_tokens: int = flag(16, "Tokens in one KV block; equal on both pools.")
-    kv_memory: str = flag("1GiB", "Memory for KV blocks, e.g. 2GiB.")
+    kv_memory: str = flag("auto", "Memory for KV blocks, e.g. 2GiB; auto: 1GiB on a CPU, what is left on a GPU.")
+    gpu_memory_share: float = flag(0.9, "Of a GPU's memory: for weights, steps and, with --kv-memory auto, KV blocks.")
     kv_blocks: int = flag(0, "KV blocks; 0: as many as --kv-memory holds.")
     prefix_cache: bool = flag(True, "Share the KV of equal prefixes between requests and keep it while there is room.")
     swap_memory: str = flag(
@@ -128,7 +131,10 @@ class EngineOptions:
     kv_idle_timeout_s: float = flag(10.0, "A KV transfer whose other end is silent for this long fails.")
 
     def __post_init__(self) -> None:
-        parse_size(self.kv_memory)
+        if self.kv_memory != "auto":
+            parse_size(self.kv_memory)
+        if not 0 < self.gpu_memory_share <= 1:
+            raise ConfigError(f"gpu_memory_share={self.gpu_memory_share}: must be above 0 and at most 1")
         parse_size(self.swap_memory)
         parse_cores(self.cores)
         if self.kv_bind and not self.kv_bind.startswith(("tcp://", "ipc://")):

@@ -57,6 +57,7 @@ async def compose(
     async def close() -> None:
         await receiver.aclose()
         await asyncio.to_thread(parts.engine.stop)
+        await asyncio.to_thread(parts.memory.close)
 
     def refresh_metrics() -> None:
         service.host.refresh_metrics()

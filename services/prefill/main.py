@@ -66,6 +66,7 @@ def compose(
     async def close() -> None:
         await sender.aclose()
         await asyncio.to_thread(parts.engine.stop)
+        await asyncio.to_thread(parts.memory.close)
 
     def refresh_metrics() -> None:
         service.host.refresh_metrics()

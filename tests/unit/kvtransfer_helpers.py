@@ -14,6 +14,7 @@ from core.layout import Fingerprint
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import Begin, Control, Data, Hello, HelloOk, decode, encode_control, encode_data
 from kvtransfer.inproc import ByteBlocks
+from kvtransfer.late_blocks import LateBlocks
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender
 from kvtransfer.ticket import Committed, Ticket, TransferOutcome
@@ -61,6 +62,11 @@ def fill(memory: ByteBlocks, block: int, seed: int) -> bytes:
     return content
 
 
+def late_blocks(num_blocks: int, block_bytes: int) -> LateBlocks:
+    """Blocks whose readings become ready at the next turns of the loop."""
+    return LateBlocks(num_blocks, block_bytes, lambda finish: asyncio.get_running_loop().call_soon(finish))
+
+
 @dataclass
 class Ends:
     """What both ends of one transfer reported."""
@@ -90,9 +96,10 @@ class Pair:
     block_bytes: int = BLOCK_BYTES
     num_blocks: int = 32
     clock: Clock = field(default_factory=ManualClock)
+    is_late: bool = False  # the sender's memory answers later, as a device does
 
     def __post_init__(self) -> None:
-        self.source = ByteBlocks(self.num_blocks, self.block_bytes)
+        self.source = (late_blocks if self.is_late else ByteBlocks)(self.num_blocks, self.block_bytes)
         self.target = ByteBlocks(self.num_blocks, self.block_bytes)
         self.receiver = self.make_receiver("r1")
         self.sender = self.make_sender("s1")
@@ -111,6 +118,7 @@ class Pair:
     async def __aexit__(self, *_: object) -> None:
         await self.sender.aclose()
         await self.receiver.aclose()
+        assert not isinstance(self.source, LateBlocks) or self.source.num_open == 0, "a reading was kept"
 
     def reserve(self, blocks: Sequence[int], prompt_hash: bytes = PROMPT) -> Ends:
         ends = Ends(Ticket(bytes(16), 0, "", 0, 0))

@@ -14,11 +14,12 @@ from core.sampling import SamplingParams
 from core.sequence import SequenceSpec
 from engine.batch import Decoder, build_batch
 from engine.kv_cache import KVCache
+from engine.load import load_runner
 from engine.model import Model
 from engine.native_model import MixedModel, NativeModel
 from engine.plan import Chunk, StepPlan
 from engine.sequence import Sequence
-from engine.torch_runner import TorchRunner, load_runner
+from engine.torch_runner import TorchRunner
 from engine.weights import WeightReader
 from tests.unit.native import native_ops
 
@@ -138,14 +139,14 @@ def new_sequence(prompt: list[int], table: tuple[int, ...], prompt_logprobs: int
     )
 
 
-def chunked_logits(model: Decoder, cache: KVCache, prompt: list[int], cuts: list[int]) -> torch.Tensor:
+def chunked_logits(model: Decoder, cache: torch.Tensor, prompt: list[int], cuts: list[int]) -> torch.Tensor:
     """Logits of every prompt token, the prompt cut into pieces of these lengths (the last one takes the rest)."""
-    sequence = new_sequence(prompt, shuffled_table(cache.num_blocks, len(prompt), seed=len(cuts)), prompt_logprobs=0)
+    sequence = new_sequence(prompt, shuffled_table(len(cache), len(prompt), seed=len(cuts)), prompt_logprobs=0)
     rows: list[torch.Tensor] = []
     while sequence.num_uncomputed_tokens:
         length = min(cuts[0] if len(cuts) == 1 else cuts.pop(0), sequence.num_uncomputed_tokens)
         batch = build_batch([Chunk(sequence, length)], BLOCK_TOKENS)
-        rows.append(model.logits(model.forward(batch, cache.tensor)).rows.clone())
+        rows.append(model.logits(model.forward(batch, cache)).rows.clone())
         sequence.num_computed_tokens += length
     return torch.cat(rows)
 
@@ -180,12 +181,12 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case: Case, backend:
 
     model = load(backend, tmp_path)
     cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "float32"), 40, torch.device("cpu"))
-    runner = TorchRunner(model, cache)
+    runner = TorchRunner(model, cache.tensor)
     first: torch.Tensor | None = None
     for cuts in ([PROMPT_TOKENS], [8], [1], [5, 1, 13, 4], [BLOCK_TOKENS * 3, 1]):
         cache.tensor.fill_(float("nan"))  # nothing but what was written may be read
         with torch.inference_mode():
-            logits = chunked_logits(model, cache, prompt, list(cuts))
+            logits = chunked_logits(model, cache.tensor, prompt, list(cuts))
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4, msg=lambda m, c=cuts: f"cut {c}: {m}")
         if backend in ("native", "mixed deterministic"):
             first = logits if first is None else first
@@ -222,7 +223,7 @@ def test_a_bfloat16_model_rounds_no_worse_than_transformers(backend: str, tmp_pa
     model = load(backend, tmp_path, torch.bfloat16)
     cache = KVCache(load_model_config(tmp_path).kv_layout(BLOCK_TOKENS, "bfloat16"), 40, torch.device("cpu"))
     with torch.inference_mode():
-        ours = chunked_logits(model, cache, prompt, [8])
+        ours = chunked_logits(model, cache.tensor, prompt, [8])
     # The native library's integers lose next to nothing; what is left is the KV's rounding.
     assert (ours - exact).norm() < (0.5 if backend == "native" else 1.1) * (theirs - exact).norm()
     assert (ours - exact).norm() < 0.05 * exact.norm()

@@ -141,7 +141,7 @@ def test_a_loop_counts_only_the_steps_that_gave_every_sequence_a_token(rig: Rig)
 
 @pytest.mark.parametrize("point", [Decode(2, 9), Loop(2, 9, 4)])
 def test_a_step_that_fails_ends_the_run(built: BuiltEngine, rig: Rig, point: Point) -> None:
-    built.memory.tensor.fill_(torch.nan)
+    built.cache.fill_(torch.nan)
     with pytest.raises(InternalError, match="failed"):
         point.visit(rig)
 

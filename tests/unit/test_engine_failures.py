@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from core.clock import ManualClock
-from core.errors import InternalError
+from core.errors import DeviceLostError, InternalError
 from core.sequence import SequenceSpec, StepResult
 from engine.loop import EngineLoop
-from engine.plan import Runner, Sampled, StepPlan
+from engine.plan import Done, Runner, Sampled, StepPlan
 from engine.scheduler import Room, StepLimits, plan_step
 from engine.scripted import ScriptedEngine, StepGate, scripted_engine
 from engine.sequence import Sequence
@@ -187,9 +187,9 @@ def test_a_crash_of_the_loop_ends_every_sequence_and_shows_as_stalled_for_ever(
 
 def test_a_crash_in_the_middle_of_a_turn_loses_no_end_and_no_block(parts: ScriptedEngine) -> None:
     class BreaksTheSecondRow:
-        def run(self, plan: StepPlan) -> list[Any]:
+        def launch(self, plan: StepPlan) -> Done:
             results = parts.runner.run(plan)
-            return results if len(results) == 1 else [results[0], None, *results[2:]]
+            return Done(results if len(results) == 1 else [results[0], None, *results[2:]])
 
     recorder = Recorder()
     gate = parts.runner.gate = StepGate()
@@ -209,11 +209,13 @@ def test_a_crash_in_the_middle_of_a_turn_loses_no_end_and_no_block(parts: Script
 
 def test_a_row_that_cannot_be_sampled_ends_its_own_sequence_only(parts: ScriptedEngine) -> None:
     class BreaksOneRow:
-        def run(self, plan: StepPlan) -> list[Sampled]:
-            return [
-                Sampled(None, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
-                for chunk, sampled in zip(plan.chunks, parts.runner.run(plan), strict=True)
-            ]
+        def launch(self, plan: StepPlan) -> Done:
+            return Done(
+                [
+                    Sampled(None, error="no usable logits") if chunk.sequence.spec.sequence_id == "bad" else sampled
+                    for chunk, sampled in zip(plan.chunks, parts.runner.run(plan), strict=True)
+                ]
+            )
 
     loop = loop_of(parts, runner=BreaksOneRow())
     listener = Recorder()
@@ -247,3 +249,17 @@ def test_a_pool_that_breaks_is_told_to_every_sequence(monkeypatch: pytest.Monkey
     assert {listener.end_of(name).finish_reason for name in "ab"} == {"error"}
     assert parts.loop.stalled_s() == math.inf
     parts.loop.stop()
+
+
+def test_a_lost_device_ends_the_engine_so_that_another_process_takes_over(parts: ScriptedEngine) -> None:
+    class LosesItsDevice:
+        def launch(self, plan: StepPlan) -> Done:
+            raise DeviceLostError("the device is lost")
+
+    loop, recorder = loop_of(parts, runner=LosesItsDevice()), Recorder()
+    loop.start(recorder)
+    loop.submit(spec(parts, "one", [1, 2]))
+    assert recorder.end_of("one").error == "the engine crashed"
+    assert loop.stalled_s() == math.inf
+    loop.stop()
+    assert_all_returned(parts.pool, recorder)

@@ -47,10 +47,11 @@ class Run:
 
 
 class Chaos:
-    def __init__(self) -> None:
+    def __init__(self, is_late: bool) -> None:
         self.faults: list[tuple[int, str]] = []  # (messages to pass before it, fault)
         self.runs: list[Run] = []
-        self.pair = Pair(LossyTransport(InprocTransport(), self.fault), config=MANUAL, num_blocks=BLOCKS_EACH * 40)
+        transport = LossyTransport(InprocTransport(), self.fault)
+        self.pair = Pair(transport, config=MANUAL, num_blocks=BLOCKS_EACH * 40, is_late=is_late)
 
     def fault(self, parts: Sequence[Part]) -> str:
         if not self.faults:
@@ -125,8 +126,8 @@ class Chaos:
             assert end.stats.num_inflight == 0
 
 
-async def play(actions: list[tuple[str, float]]) -> None:
-    chaos = Chaos()
+async def play(actions: list[tuple[str, float]], is_late: bool) -> None:
+    chaos = Chaos(is_late)
     async with chaos.pair as pair:
         await settle()
         for action, argument in actions[:40]:
@@ -147,19 +148,20 @@ async def play(actions: list[tuple[str, float]]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ACTIONS, max_size=40))
+@given(st.lists(ACTIONS, max_size=40), st.booleans())
 def test_every_transfer_ends_once_on_both_sides_and_no_byte_is_written_after(
-    actions: list[tuple[str, float]],
+    actions: list[tuple[str, float]], is_late: bool
 ) -> None:
-    asyncio.run(play(actions))
+    asyncio.run(play(actions, is_late))
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("fault", ["drop", "twice", "hold"])
 @pytest.mark.parametrize("after", range(8))
-def test_one_fault_at_each_message_of_a_transfer(fault: str, after: int) -> None:
+def test_one_fault_at_each_message_of_a_transfer(fault: str, after: int, is_late: bool) -> None:
     steps: list[tuple[str, float]] = [(fault, after), ("open", 0)]
     steps += [("push", 0), ("settle", 0)] * BLOCKS_EACH + [("commit", 0), ("settle", 0), ("wait", 1)]
-    asyncio.run(play(steps))
+    asyncio.run(play(steps, is_late))
 
 
 def test_the_fake_memory_knows_its_size() -> None:

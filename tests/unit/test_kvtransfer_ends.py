@@ -10,18 +10,20 @@ from kvtransfer.zeromq import ZmqTransport
 from tests.unit.kvtransfer_helpers import COMMITTED, Pair, eventually, fill
 
 
-@pytest.fixture(params=["inproc", "tcp", "ipc"])
+@pytest.fixture(params=["inproc", "tcp", "ipc", "late inproc", "late tcp"])
 async def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     transport: Transport
-    if request.param == "inproc":
-        async with Pair(InprocTransport()) as pair:
+    memory, _, kind = request.param.rpartition(" ")
+    is_late = memory == "late"
+    if kind == "inproc":
+        async with Pair(InprocTransport(), is_late=is_late) as pair:
             yield pair
         return
-    bind = "tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path_factory.mktemp('kv')}/s"
+    bind = "tcp://127.0.0.1:0" if kind == "tcp" else f"ipc://{tmp_path_factory.mktemp('kv')}/s"
     transport = ZmqTransport()
     try:
         # Blocks above ZeroMQ's copy threshold: the path without a copy is the one under test.
-        async with Pair(transport, bind, block_bytes=96 << 10) as pair:
+        async with Pair(transport, bind, block_bytes=96 << 10, is_late=is_late) as pair:
             yield pair
     finally:
         transport.close()

@@ -45,9 +45,9 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture
-async def pair(faults: Faults) -> AsyncIterator[Pair]:
-    async with Pair(LossyTransport(InprocTransport(), faults)) as pair:
+@pytest.fixture(params=[False, True], ids=["", "late"])
+async def pair(request: pytest.FixtureRequest, faults: Faults) -> AsyncIterator[Pair]:
+    async with Pair(LossyTransport(InprocTransport(), faults), is_late=request.param) as pair:
         await pair.sender.connect(pair.receiver.endpoint)
         yield pair
 

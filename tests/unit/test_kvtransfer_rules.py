@@ -41,11 +41,16 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture
-async def pair(faults: Faults) -> AsyncIterator[Pair]:
-    async with Pair(LossyTransport(InprocTransport(), faults)) as pair:
+@pytest.fixture(params=[False, True], ids=["", "late"])
+async def pair(request: pytest.FixtureRequest, faults: Faults) -> AsyncIterator[Pair]:
+    async with Pair(LossyTransport(InprocTransport(), faults), is_late=request.param) as pair:
         await pair.sender.connect(pair.receiver.endpoint)
         yield pair
+
+
+at_once = pytest.mark.parametrize(
+    "pair", [False], indirect=True, ids=[""]
+)  # what is pushed is sent before anything else
 
 
 # Reservation and lease
@@ -168,6 +173,7 @@ async def test_a_lost_drained_fences_the_transfer_after_its_deadline(pair: Pair,
     assert ends.received[0].result == "aborted"
 
 
+@at_once
 async def test_late_blocks_of_an_aborted_transfer_are_never_written(pair: Pair, faults: Faults) -> None:
     fill(pair.source, 0, seed=1)
     ends = pair.open([5])
@@ -181,6 +187,7 @@ async def test_late_blocks_of_an_aborted_transfer_are_never_written(pair: Pair, 
     assert sum(pair.receiver.stats.frames_dropped.values()) == 1
 
 
+@at_once
 async def test_blocks_sent_before_the_sender_heard_of_the_abort_are_dropped(pair: Pair) -> None:
     fill(pair.source, 0, seed=1)
     ends = pair.open([5, 6])
@@ -198,6 +205,7 @@ async def test_the_sender_keeps_its_blocks_while_the_transport_reads_them(pair: 
     pair.transport.slow_handle = SlowHandle()
     ends = pair.open([0, 1])
     pair.sender.push(ends.ticket.transfer_id, [0], 0)
+    await settle()
     pair.sender.abort(ends.ticket.transfer_id, "cancelled")
     await eventually(lambda: bool(ends.received))
     await pair.pass_time(CONFIG.drain_timeout_s - 0.5)
@@ -212,6 +220,7 @@ async def test_a_socket_that_does_not_let_go_of_blocks_is_closed(pair: Pair) -> 
     pair.transport.slow_handle = SlowHandle()
     ends = pair.open([0, 1])
     pair.sender.push(ends.ticket.transfer_id, [0], 0)
+    await settle()
     pair.sender.abort(ends.ticket.transfer_id, "cancelled")
     await settle()
     await pair.pass_time(CONFIG.drain_timeout_s + 0.5)
@@ -312,6 +321,7 @@ async def test_a_block_number_that_does_not_exist_is_the_callers_error(pair: Pai
 # Flow control
 
 
+@at_once
 async def test_the_sender_stops_at_the_window_and_goes_on_with_credit(pair: Pair, faults: Faults) -> None:
     ends = pair.open(list(range(32)))
     await settle()

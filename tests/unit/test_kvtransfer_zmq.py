@@ -90,12 +90,18 @@ async def wait_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+@pytest.fixture(params=[False, True], ids=["", "late"])
+def is_late(request: pytest.FixtureRequest) -> bool:
+    """Whether the sender's memory answers later, as a device does."""
+    return bool(request.param)
+
+
 @pytest.fixture
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest, is_late: bool) -> AsyncIterator[Pair]:
     """A pair by a real clock, with the config that a test names."""
     transport = ZmqTransport(max_part_bytes=1 << 20)
     config = getattr(request, "param", REAL)
-    async with Pair(transport, "tcp://127.0.0.1:0", config, BLOCK_BYTES, clock=monotonic) as pair:
+    async with Pair(transport, "tcp://127.0.0.1:0", config, BLOCK_BYTES, clock=monotonic, is_late=is_late) as pair:
         await pair.sender.connect(pair.receiver.endpoint)
         yield pair
     transport.close()
@@ -259,10 +265,10 @@ async def test_a_sending_burst_loses_nothing_and_queues_no_more_than_the_window(
     assert all(pair.target.view(index) == pair.source.view(index) for index in range(32))
 
 
-def test_uvloop_drives_the_same_sockets() -> None:
+def test_uvloop_drives_the_same_sockets(is_late: bool) -> None:
     async def transfer() -> tuple[str, str]:
         transport = ZmqTransport()
-        async with Pair(transport, "tcp://127.0.0.1:0", block_bytes=BLOCK_BYTES) as pair:
+        async with Pair(transport, "tcp://127.0.0.1:0", block_bytes=BLOCK_BYTES, is_late=is_late) as pair:
             await pair.sender.connect(pair.receiver.endpoint)
             results = [(await pair.transfer(list(range(32)), list(range(32)))).results for _ in range(5)]
         transport.close()

@@ -9,9 +9,9 @@ import torch
 
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec
+from engine.load import load_runner
 from engine.plan import Chunk, StepPlan
 from engine.sequence import Sequence
-from engine.torch_runner import load_runner
 from tests.unit.tiny_model import write_tiny_model
 
 transformers = pytest.importorskip("transformers")

@@ -8,9 +8,10 @@ import torch
 
 from core.sampling import SamplingParams
 from core.sequence import SequenceSpec, TokenLogprobs
+from engine.load import load_runner
 from engine.plan import Chunk, StepPlan
 from engine.sequence import Sequence
-from engine.torch_runner import LOGPROB_ROWS, TorchRunner, load_runner
+from engine.torch_runner import LOGPROB_ROWS, TorchRunner
 from tests.unit.tiny_model import write_tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -84,7 +85,7 @@ def test_an_unusable_row_ends_its_own_sequence_only(tmp_path: Path) -> None:
     runner = load_runner(write_tiny_model(tmp_path), model="tiny", dtype="float32", block_tokens=4, num_blocks=64)
     bad, good = new_sequence("bad", PROMPT[:9], range(10)), new_sequence("good", PROMPT[:9], range(10, 20))
     step(runner.runner, [Chunk(bad, 4), Chunk(good, 4)])
-    runner.kv_cache.tensor[0].fill_(float("nan"))
+    runner.cache[0].fill_(float("nan"))
     broken, fine = runner.runner.run(StepPlan((Chunk(bad, 2), Chunk(good, 2))))
     assert "no usable logits" in broken.error
     assert fine.error == ""

@@ -17,15 +17,23 @@ from core.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
     choice_seed,
+    philox4x32,
     uniform_draw,
 )
 
 GOLDEN_DRAWS = [
-    0.0564663990004608,
-    0.44008326622012284,
-    0.6487508310490744,
-    0.9622429077364113,
-]  # of release 0.1: a seed stands for the same answer for ever
+    0.3990464708489645,
+    0.9722412015223156,
+    0.8902591729757107,
+    0.4301902469608202,
+    0.7012239789962063,
+]  # a seed stands for the same answer on every worker and device
+# kat_vectors of Random123: counter, key, result.
+PHILOX_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
 GOLDEN_SEEDS = [-1057213974847118239, 8377724174605511960]
 ACCEPTED: list[dict[str, Any]] = [
     {},
@@ -124,7 +132,20 @@ def test_a_draw_depends_on_seed_and_position_alone(seed: int, position: int) -> 
 
 
 def test_draws_of_golden_seeds() -> None:
-    assert [uniform_draw(*pair) for pair in ((0, 0), (0, 1), (1, 0), (-1, 7))] == GOLDEN_DRAWS
+    pairs = ((0, 0), (0, 1), (1, 0), (-1, 7), (-(2**63), 2**40 + 5))
+    assert [uniform_draw(*pair) for pair in pairs] == GOLDEN_DRAWS
+    assert uniform_draw(0, 0) == (0x6627E8D5E169C58D >> 11) / 2**53, "the first two words, the first one on top"
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PHILOX_ANSWERS)
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
+    c0, c1, c2, c3, k0, k1, *answer = (int(word, 16) for word in f"{counter} {key} {expected}".split())
+    assert list(philox4x32((c0, c1, c2, c3), (k0, k1))) == answer
+
+
+def test_seed_and_position_are_laid_out_low_word_first() -> None:
+    words = philox4x32((5, 9, 0, 0), (0xFFFFFFFE, 0x7FFFFFFF))
+    assert uniform_draw(0x7FFFFFFFFFFFFFFE, 9 << 32 | 5) == ((words[0] << 32 | words[1]) >> 11) / 2**53
 
 
 def test_each_answer_to_a_prompt_has_a_seed_of_its_own() -> None:

@@ -10,13 +10,13 @@ import torch
 from core.errors import ConfigError, FingerprintError, ModelError
 from core.layout import KVLayout
 from core.sampling import SamplingParams
-from core.sequence import BlockMemory, SequenceSpec
+from core.sequence import SequenceSpec
 from engine.backend import resolve_dtype
 from engine.batch import build_batch
 from engine.kv_cache import KVCache
+from engine.load import LoadedModel, load_runner
 from engine.plan import Chunk, Sampled, StepPlan
 from engine.sequence import Sequence
-from engine.torch_runner import LoadedModel, load_runner
 from kernels.linear import is_native
 from tests.unit.native import built_library
 from tests.unit.tiny_model import tiny_weights, write_tiny_model
@@ -78,7 +78,7 @@ def test_any_mixture_of_decodes_and_chunks_gives_what_each_sequence_gives_alone(
 ) -> None:
     expected = run_alone(loaded, sequences(5, **sampling))
     assert len({tuple(tokens) for tokens in expected}) == 5
-    loaded.kv_cache.tensor.fill_(float("nan"))
+    loaded.cache.fill_(float("nan"))
     rng = random.Random(8)
     batch = sequences(5, **sampling)
     while active := [sequence for sequence in batch if sequence.num_output_tokens < 12]:
@@ -98,7 +98,7 @@ def test_recomputing_prompt_and_answer_goes_on_as_before(loaded: LoadedModel) ->
     [*_, expected] = run_alone(loaded, sequences(3))
     [*_, sequence] = sequences(3)
     sequence.token_ids += expected[:5]  # as after a preemption: known tokens, no KV
-    loaded.kv_cache.tensor.fill_(float("nan"))
+    loaded.cache.fill_(float("nan"))
     while sequence.num_output_tokens < 12:
         step(loaded, [Chunk(sequence, min(4, sequence.num_uncomputed_tokens))])
     assert answer(sequence) == expected
@@ -113,7 +113,7 @@ def test_kv_moved_as_bytes_into_other_blocks_of_another_cache_goes_on_as_before(
     step(sender, [Chunk(source, source.num_uncomputed_tokens)])
     table = tuple(range(19, 19 - len(source.spec.block_table), -1))
     for here, there in zip(source.spec.block_table, table, strict=True):
-        receiver.kv_cache.view(there)[:] = bytes(sender.kv_cache.view(here))
+        receiver.memory.view(there)[:] = bytes(sender.memory.view(here))
     target = Sequence(
         SequenceSpec(
             sequence_id="moved",
@@ -173,7 +173,7 @@ def test_quantised_weights_are_close_smaller_and_told_apart(tmp_path: Path, quan
     for loaded in (full, small):
         [*_, sequence] = sequences(4, prompt_logprobs=0)
         batch = build_batch([Chunk(sequence, sequence.num_uncomputed_tokens)], BLOCK_TOKENS)
-        logits.append(loaded.model.logits(loaded.model.forward(batch, loaded.kv_cache.tensor)).rows)
+        logits.append(loaded.model.logits(loaded.model.forward(batch, loaded.cache)).rows)
     off = (logits[1] - logits[0]).norm() / logits[0].norm()
     assert 0.0 < off < {"int8": 0.05, "int4": 0.7}[quantization]  # random weights: as hard as it gets
     with pytest.raises(FingerprintError, match="weights_hash"):
@@ -186,7 +186,7 @@ def test_memory_is_turned_into_blocks_and_limits_are_named(tmp_path: Path) -> No
     folder = write_tiny_model(tmp_path)
     block_bytes = 2 * 2 * 2 * BLOCK_TOKENS * 8 * 4
     loaded = load(folder, num_blocks=None, kv_memory_bytes=10 * block_bytes + 1)
-    assert (loaded.kv_cache.num_blocks, loaded.layout.block_bytes) == (10, block_bytes)
+    assert (loaded.memory.num_blocks, loaded.layout.block_bytes) == (10, block_bytes)
     with pytest.raises(ConfigError, match=f"0 KV blocks of {block_bytes} bytes"):
         load(folder, num_blocks=None, kv_memory_bytes=block_bytes - 1)
     with pytest.raises(ConfigError, match="do not fit"):
@@ -201,13 +201,12 @@ def test_memory_is_turned_into_blocks_and_limits_are_named(tmp_path: Path) -> No
 def test_a_view_is_the_bytes_of_one_block(dtype: str) -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_tokens=4, dtype=dtype)
     cache = KVCache(layout, 5, CPU)
-    memory: BlockMemory = cache
-    assert memory.block_bytes == len(memory.view(0)) == layout.block_bytes
+    assert cache.block_bytes == len(cache.view(0)) == layout.block_bytes
     cache.tensor[3].fill_(1.0)
-    assert bytes(memory.view(3)) == cache.tensor[3].flatten().view(torch.uint8).numpy().tobytes()
-    assert bytes(memory.view(2)) == bytes(memory.view(4)) == bytes(layout.block_bytes)
-    memory.view(4)[:] = bytes(memory.view(3))
+    assert bytes(cache.view(3)) == cache.tensor[3].flatten().view(torch.uint8).numpy().tobytes()
+    assert bytes(cache.view(2)) == bytes(cache.view(4)) == bytes(layout.block_bytes)
+    cache.view(4)[:] = bytes(cache.view(3))
     assert torch.equal(cache.tensor[4], cache.tensor[3])
     for block in (-1, 5):
         with pytest.raises(IndexError, match=f"block {block}"):
-            memory.view(block)
+            cache.view(block)
