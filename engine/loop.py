@@ -21,10 +21,9 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from core.clock import Clock, monotonic
-from core.errors import BatonError, DeviceLostError
+from core.errors import DeviceLostError
 from core.sequence import (
     FinishReason,
     SequenceOutput,
@@ -35,28 +34,19 @@ from core.sequence import (
     TokenLogprobs,
 )
 from engine.block_pool import BlockPool
+from engine.flight import InFlight, explain, go_ahead, must_be_known, new_prompt_logprobs
 from engine.holdings import Holdings
 from engine.host_swap import HostSwap, Rates
 from engine.inbox import Inbox, Message
-from engine.plan import Chunk, Launched, Runner, Sampled, StepPlan
+from engine.plan import Runner, Sampled, StepPlan
 from engine.scheduler import Plan, StepLimits, plan_step
-from engine.sequence import AWAITED, Sequence
+from engine.sequence import Sequence
 from engine.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
 
 # Fewer prompt tokens in a step say little about how fast they are computed.
 _MIN_MEASURED_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was launched and is not settled."""
-
-    plan: StepPlan
-    launched: Launched
-    counts: dict[str, int]  # what `StepResult` says of it
-    started: float
 
 
 class EngineLoop:
@@ -104,7 +94,7 @@ class EngineLoop:
         self._live: dict[str, Sequence] = {}  # oldest first; changed by the engine's thread only
         self._news: list[SequenceOutput] = []  # of this turn, to be told at its end, or after a crash
         self._listener: StepListener | None = None
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._settled_at = -math.inf
         self._ending: dict[
             Sequence, tuple[SequenceOutput, ...]
@@ -188,7 +178,7 @@ class EngineLoop:
 
     def _turn(self) -> None:
         """Launch one step and settle the one before; or sleep until a message or room comes."""
-        if self._in_flight is not None and _must_be_known(self._in_flight.plan):
+        if self._in_flight is not None and must_be_known(self._in_flight.plan):
             self._settle()
         plan, counts = self._schedule()
         launched = self._launch(plan, counts) if plan.chunks else None
@@ -216,7 +206,7 @@ class EngineLoop:
             raise
         except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
             logger.exception("engine step of %d chunks failed", len(step.plan.chunks))
-            results = _explain(error)
+            results = explain(error)
         self._step_started = None
         step_s = self._clock() - max(step.started, self._settled_at)
         self._settled_at = self._clock()
@@ -283,7 +273,7 @@ class EngineLoop:
             "num_found_tokens": num_found + num_skipped,
         }
 
-    def _launch(self, plan: StepPlan, counts: dict[str, int]) -> _InFlight | None:
+    def _launch(self, plan: StepPlan, counts: dict[str, int]) -> InFlight | None:
         """Give a plan to the runner; None when that failed, which ends the sequences of this plan and no other."""
         self._step_started = started = self._clock()
         try:
@@ -292,7 +282,7 @@ class EngineLoop:
             raise
         except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
             logger.exception("engine step of %d chunks failed", len(plan.chunks))
-            reason = _explain(error)
+            reason = explain(error)
             self._settle()
             self._step_started = None
             self._news += self._intake(self._inbox.take(wait=False))
@@ -300,8 +290,8 @@ class EngineLoop:
             return None
         self._step_started = None
         for chunk in plan.chunks:
-            _go_ahead(chunk)
-        return _InFlight(plan, launched, counts, started)
+            go_ahead(chunk)
+        return InFlight(plan, launched, counts, started)
 
     def _measure(self, num_tokens: int, step_s: float) -> None:
         if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
@@ -340,7 +330,7 @@ class EngineLoop:
             if sampled.error:
                 yield from self._end(sequence, "error", error=sampled.error)
                 continue
-            prompt_logprobs = _news(sequence, start, sampled) if sampled.prompt_logprobs else ()
+            prompt_logprobs = new_prompt_logprobs(sequence, start, sampled) if sampled.prompt_logprobs else ()
             self._holdings.publish(sequence)
             if sampled.token_id is None:
                 yield self._output(sequence, prompt_logprobs=prompt_logprobs)
@@ -415,31 +405,3 @@ class EngineLoop:
             self._listener(result)
         except Exception:  # our bug; losing one step's outputs is better than losing every stream
             logger.exception("engine listener failed on %d outputs", len(result.outputs))
-
-
-def _must_be_known(plan: StepPlan) -> bool:
-    """Whether the next step cannot be launched before this one's tokens are known: penalties count them."""
-    sequences = (chunk.sequence for chunk in plan.chunks)
-    return any(not sequence.is_plain and sequence.spec.sampling.has_penalties for sequence in sequences)
-
-
-def _explain(error: Exception) -> str:
-    # Only the type of a foreign error leaves the worker: its message may quote the request.
-    return str(error) if isinstance(error, BatonError) else f"engine step failed: {type(error).__name__}"
-
-
-def _go_ahead(chunk: Chunk) -> None:
-    """Let a sequence stand where it will once its chunk, just launched, is computed."""
-    sequence = chunk.sequence
-    if chunk.samples:
-        sequence.token_ids.append(AWAITED)
-        sequence.num_awaited_tokens += 1
-    sequence.num_computed_tokens += chunk.num_tokens
-    sequence.num_unconfirmed_tokens += chunk.num_tokens
-
-
-def _news(sequence: Sequence, start: int, sampled: Sampled) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of prompt tokens that were not given out before: a preempted prompt is computed twice."""
-    num_known = sequence.num_prompt_logprobs - start  # entry i is of the token after position i
-    sequence.num_prompt_logprobs = max(sequence.num_prompt_logprobs, start + len(sampled.prompt_logprobs))
-    return sampled.prompt_logprobs[max(num_known, 0) :]

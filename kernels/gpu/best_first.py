@@ -61,16 +61,14 @@ def _measure(logits_ptr, num_logits, bounds, best, scale, TILE: tl.constexpr, BO
     weights = tl.zeros([BOUNDS, TILE], tl.float32)
     counts = tl.zeros([BOUNDS, TILE], tl.int32)
     lowest = tl.full([1, TILE], float("inf"), tl.float32)
-    logits = tl.load(logits_ptr + lanes, mask=lanes < num_logits, other=-float("inf"))
-    for start in range(TILE, num_logits + TILE, TILE):
-        # Under way while this tile is added up; lane by lane: across lanes, all threads wait for each other.
+    for start in range(0, num_logits, TILE):
+        # Added up lane by lane, and across lanes once at the end: there, all threads wait for each other.
         places = start + lanes
-        ahead = tl.load(logits_ptr + places, mask=places < num_logits, other=-float("inf"))
+        logits = tl.load(logits_ptr + places, mask=places < num_logits, other=-float("inf"))
         is_above = logits >= bounds[:, None]
         weights += tl.where(is_above, tl.exp2((logits - best) * scale), 0.0)
         counts += is_above.to(tl.int32)
         lowest = tl.minimum(lowest, tl.where(logits >= least_bound, logits, float("inf")))
-        logits = ahead
     return tl.sum(weights, axis=1).to(tl.float64), tl.sum(counts, axis=1), tl.min(tl.min(lowest, axis=1), axis=0)
 
 

@@ -303,7 +303,7 @@ def _config(arch: Arch, bounds: int = 4, warps: int = 16, scan: int = 4096) -> C
     return Config(tiles, num_warps=warps * 32 // arch.warp_size)
 
 
-CANDS = ((4, 16, 2048), (4, 16, 4096), (4, 8, 2048))
+CANDS=((4,16,4096),(4,16,2048),(4,8,4096),(2,16,4096))
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
