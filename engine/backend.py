@@ -37,6 +37,9 @@ class ModelRunner(Runner, Protocol):
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Launch one step and wait for its results."""
 
+    def begin(self) -> None:
+        """Called first in the thread that will launch, before any sequence exists."""
+
     def warm_up(self) -> None:
         """Let everything happen that happens once only; writes into block 0. Raises ModelError."""
 

@@ -99,7 +99,15 @@ def build_engine(
     pool = BlockPool(loaded.memory.num_blocks)
     swap_memory = (loaded.memory, swap_bytes) if swap_bytes else None
     return BuiltEngine(
-        engine=EngineLoop(loaded.runner, limits, pool, block_tokens, swap_memory=swap_memory, cores=cores),
+        engine=EngineLoop(
+            loaded.runner,
+            limits,
+            pool,
+            block_tokens,
+            swap_memory=swap_memory,
+            cores=cores,
+            on_start=loaded.runner.begin,
+        ),
         model=loaded.model,
         pool=pool,
         memory=loaded.memory,

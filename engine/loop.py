@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from core.clock import Clock, monotonic
 from core.errors import DeviceLostError
@@ -64,6 +64,7 @@ class EngineLoop:
             are always computed anew.
         cores: that the engine's thread keeps to; empty: any.
         plan: chooses a step; `plan_step` unless a worker needs another order. What `StepPlan` promises holds for any.
+        on_start: called first in the engine's thread, before any sequence exists.
         clock: for `step_s` and `stalled_s`.
     """
 
@@ -77,6 +78,7 @@ class EngineLoop:
         swap_memory: tuple[SwapMemory, int] | None = None,
         cores: frozenset[int] = frozenset(),
         plan: Plan = plan_step,
+        on_start: Callable[[], None] | None = None,
         clock: Clock = monotonic,
     ) -> None:
         self._runner = runner
@@ -88,6 +90,8 @@ class EngineLoop:
         self._holdings = Holdings(pool, block_tokens, swap, self._rates)
         self._cores = cores
         self._plan = plan
+        self._on_start = on_start
+        self._has_begun = threading.Event()  # or will not
         self._clock = clock
         self._num_submitted = 0
         self._inbox = Inbox()
@@ -112,6 +116,7 @@ class EngineLoop:
         self._listener = listener
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
+        self._has_begun.wait()
 
     def submit(self, spec: SequenceSpec) -> None:
         """Add a sequence. It always ends with one output with `has_ended`.
@@ -151,6 +156,9 @@ class EngineLoop:
         try:
             if self._cores:
                 os.sched_setaffinity(threading.get_native_id(), self._cores)
+            if self._on_start is not None:
+                self._on_start()
+            self._has_begun.set()
             while not self._inbox.is_closed:
                 self._turn()
             self._settle()
@@ -161,6 +169,7 @@ class EngineLoop:
             if self._in_flight is not None:
                 with contextlib.suppress(Exception):  # only that it no longer writes blocks matters now
                     self._in_flight.launched.results()
+        self._has_begun.set()
         self._inbox.close()
         for message in self._inbox.take(wait=False):
             if isinstance(message, SequenceSpec):
@@ -182,8 +191,8 @@ class EngineLoop:
             self._settle()
         plan, counts = self._schedule()
         launched = self._launch(plan, counts) if plan.chunks else None
-        has_settled = self._settle()
-        self._in_flight = launched
+        before, self._in_flight = self._in_flight, launched
+        has_settled = self._settle_step(before)
         if launched is not None and not launched.launched.is_ahead:
             has_settled |= self._settle()
         can_rest = not plan.chunks and not plan.preempted and not has_settled
@@ -195,6 +204,9 @@ class EngineLoop:
     def _settle(self) -> bool:
         """Wait for the step in flight and do what happens at the border after it; False: there is none."""
         step, self._in_flight = self._in_flight, None
+        return self._settle_step(step)
+
+    def _settle_step(self, step: InFlight | None) -> bool:
         if step is None:
             return False
         results: list[Sampled] | str

@@ -16,6 +16,7 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self._config = config
         self._inv_freq = _inverse_frequencies(config).to(device)
+        self._exponents = _exponents(config).to(device, torch.float64)
         empty = torch.empty(0, len(self._inv_freq), device=device)
         self._table = (empty, empty)  # cos and sin of the positions met so far, where only the position counts
 
@@ -61,8 +62,7 @@ class RotaryEmbedding:
         # In float64, rounded once: torch takes another float32 power for one token than for many, and rounds it differently.
         ratio = lens.clamp_min(config.original_max_tokens).double() / config.original_max_tokens
         growth = (config.factor * ratio - (config.factor - 1)) ** (config.rotary_dim / (config.rotary_dim - 2))
-        exponents = _exponents(config).to(lens.device, torch.float64)
-        return (1.0 / (config.theta * growth[:, None]) ** exponents).float()
+        return (1.0 / (config.theta * growth[:, None]) ** self._exponents).float()
 
 
 def _exponents(config: RopeConfig) -> Tensor:

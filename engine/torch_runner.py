@@ -83,6 +83,9 @@ class TorchRunner:
             entries += piece
         return Sampled(sampled.token_id, sampled.logprobs, tuple(entries))
 
+    def begin(self) -> None:
+        """A CPU keeps nothing for a thread."""
+
     def warm_up(self) -> None:
         """Run a small prompt and one decode, so that the first request meets no first-call cost.
 

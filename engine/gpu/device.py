@@ -63,13 +63,16 @@ class Device(Protocol):
         """What is launched from here on, in the current stream, begins after what `incoming` has been given so far."""
 
     def capture(self, run: Callable[[], Tensor]) -> Captured[Tensor]:
-        """Record the launches of `run`, which has run before with the same shapes."""
+        """Record the launches of `run`, after running it once."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Most bytes that tensors take at once while `run` computes, those alive before included."""
+        """Most bytes that tensors take at once while `run` computes, beyond those alive before."""
+
+    def enter_thread(self) -> None:
+        """Let the calling thread compute: what the device keeps for each thread is made now."""
 
 
 class CudaDevice:
@@ -83,6 +86,8 @@ class CudaDevice:
         # Before the steps' kernels where both could begin: copies are short, and somebody waits for each.
         self._incoming = torch.cuda.Stream(self.place, priority=-1)  # type: ignore[no-untyped-call]
         self._outgoing = torch.cuda.Stream(self.place, priority=-1)  # type: ignore[no-untyped-call]
+        # Of our own: what cuBLAS keeps for a stream must outlive every graph captured in it, and goes with the first that ends.
+        self._capturing = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool: Any = None  # of memory, shared by all captures: only one of them runs at a time
 
     def host_buffer(self, num_bytes: int) -> Tensor:
@@ -103,8 +108,13 @@ class CudaDevice:
         torch.cuda.current_stream(self.place).wait_stream(self._incoming)
 
     def capture(self, run: Callable[[], Tensor]) -> Captured[Tensor]:
+        current = torch.cuda.current_stream(self.place)
+        self._capturing.wait_stream(current)
+        with torch.cuda.stream(self._capturing):
+            run()  # compiles, and lets cuBLAS choose kernels and take its memory: none of it can be captured
+        current.wait_stream(self._capturing)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
             result = run()
         self._pool = graph.pool()
         return Captured(graph.replay, result)
@@ -113,10 +123,18 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.place)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(self.place)
+        before = torch.cuda.memory_allocated(self.place)
         torch.cuda.reset_peak_memory_stats(self.place)
         run()
         torch.cuda.synchronize(self.place)
-        return torch.cuda.max_memory_allocated(self.place)
+        most = torch.cuda.max_memory_allocated(self.place)
+        torch.cuda.empty_cache()  # what loading and `run` left in it counts as free again
+        return most - before
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.place)
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
 
 
 class _Event:
@@ -172,6 +190,9 @@ class HostDevice:
     def peak_bytes(self, run: Callable[[], object]) -> int:
         run()
         return self._num_bytes // 4
+
+    def enter_thread(self) -> None:
+        """Nothing is kept for a thread."""
 
 
 class _Reached:

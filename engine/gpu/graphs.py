@@ -8,6 +8,7 @@ mode they do not.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.batch import Batch
@@ -19,7 +20,7 @@ from engine.gpu.model import Bucket, GpuModel
 class _Graph(NamedTuple):
     bucket: Bucket
     replay: Callable[[], None]
-    logits: Tensor  # [bucket's rows, vocab], overwritten by each replay
+    logits: Tensor  # [bucket's rows, vocab], overwritten by each replay of any
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
@@ -43,9 +44,11 @@ class Graphs:
 
     def __init__(self, model: GpuModel, cache: Tensor, device: Device, max_rows: int) -> None:
         self._model = model
+        self._logits = torch.empty(max_rows, model.config.vocab_size, dtype=torch.float32, device=device.place)
         # The largest first: the smaller ones then find room in the memory it took.
         sizes = reversed(bucket_sizes(max_rows))
-        self._graphs = sorted((_capture(model, cache, device, size) for size in sizes), key=lambda one: len(one.logits))
+        graphs = [_capture(model, cache, device, self._logits[:size]) for size in sizes]
+        self._graphs = graphs[::-1]
 
     def run(self, batch: Batch) -> Tensor | None:
         """Launch a step of single tokens.
@@ -54,20 +57,23 @@ class Graphs:
             [rows, vocab] float32, the logits of all its tokens, overwritten by the next step; None where no bucket holds it.
         """
         graph = next((one for one in self._graphs if len(one.logits) >= batch.num_tokens), None)
-        if graph is None or batch.num_decodes < batch.num_sequences:
+        is_decode = (
+            batch.num_decodes == batch.num_sequences == len(batch.outputs)
+        )  # a cut prompt's single token gives none
+        if graph is None or not is_decode:
             return None
         self._model.stage_into(graph.bucket, batch)
         graph.replay()
         return graph.logits[: batch.num_tokens]
 
 
-def _capture(model: GpuModel, cache: Tensor, device: Device, size: int) -> _Graph:
-    bucket = model.bucket(size)
+def _capture(model: GpuModel, cache: Tensor, device: Device, logits: Tensor) -> _Graph:
+    bucket = model.bucket(len(logits))
     model.stage_into(bucket, NO_TOKENS)
 
     def run() -> Tensor:
-        return model.logits(model.compute(bucket.step, cache)).rows
+        # All graphs write to the same rows: what a graph makes itself it keeps for good.
+        return logits.copy_(model.logits(model.compute(bucket.step, cache)).rows)
 
-    run()  # compiles, and lets cuBLAS choose its kernels: neither can be captured
     captured = device.capture(run)
     return _Graph(bucket, captured.replay, captured.result)

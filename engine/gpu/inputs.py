@@ -190,7 +190,8 @@ def step_arrays(
     num_padding = num_rows - batch.num_tokens
     num_sequences = batch.num_sequences + num_padding
     blocks = batch.tables[batch.per_token(batch.first_blocks[:-1]) + positions // block_tokens]
-    first_rows = _padded(batch.first_rows, num_sequences + 1, batch.num_tokens)
+    # Padding has no rows, but the one before its first is looked up all the same: there must be one.
+    first_rows = _padded(batch.first_rows, num_sequences + 1, max(batch.num_tokens, 1))
     starts = _padded(batch.starts, num_sequences, 0)
     tiles = prefill_tiles(first_rows[num_decodes:], tile_rows, starts[num_decodes:])
     tiles[:, 0] += num_decodes

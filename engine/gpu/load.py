@@ -18,6 +18,8 @@ from engine.warm_up import in_block_0
 from engine.weights import WeightReader
 from kernels.native.ops import Quantization
 
+_GRAPH_BYTES = 512 << 20  # for the graphs themselves and what libraries allocate as they are captured
+
 
 class LoadedGpu(NamedTuple):
     """What computes, not warmed up, and where its KV lives."""
@@ -77,8 +79,9 @@ def _bytes_left(model: GpuModel, device: Device, layout: KVLayout, memory_share:
     runner = GpuRunner(model, torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device.place), device, _nothing)
     step_bytes = device.peak_bytes(lambda: runner.run(StepPlan(tuple(_largest_chunks(model.limits)))))
     free, total = device.memory()
-    # A second time for what CUDA graphs keep to themselves.
-    left = free - 2 * step_bytes - round((1 - memory_share) * total)
+    # CUDA graphs keep as much as a step needs to themselves, the logits they share, and something for each.
+    graph_bytes = step_bytes + 4 * model.limits.max_sequences * model.config.vocab_size + _GRAPH_BYTES
+    left = free - step_bytes - graph_bytes - round((1 - memory_share) * total)
     if left < layout.block_bytes:
         raise ConfigError(
             f"gpu_memory_share={memory_share}: {free >> 20} of {total >> 20} MiB are free after loading, and a step may "

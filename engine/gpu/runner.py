@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.errors import DeviceLostError
+from core.errors import ConfigError, DeviceLostError
 from core.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from core.sequence import TokenLogprobs
 from engine.batch import Batch, build_batch
@@ -99,11 +99,24 @@ class GpuRunner:
 
     def warm_up(self) -> None:
         """Compile and capture everything a request can need; writes into block 0. Raises ModelError."""
-        with torch.inference_mode():
-            self._graphs = Graphs(self._model, self._cache, self._device, self._model.limits.max_sequences)
+        try:
+            with torch.inference_mode():
+                self._graphs = Graphs(self._model, self._cache, self._device, self._model.limits.max_sequences)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"CUDA graphs do not fit beside the KV blocks; lower gpu_memory_share: {error}"
+            ) from error
         warm_up(self.run, self._block_tokens, _SAMPLINGS)
+        limits = self._model.limits
         for num_tokens in _PROMPT_TOKENS:
-            self.run(StepPlan((in_block_0(min(num_tokens, self._model.limits.max_rows), self._block_tokens, GREEDY),)))
+            num_tokens = min(num_tokens, limits.max_rows, limits.max_context_tokens - 1)
+            self.run(StepPlan((in_block_0(num_tokens, self._block_tokens, GREEDY),)))
+        self._places = {}
+
+    def begin(self) -> None:
+        """Called first in the thread that will launch; writes into block 0."""
+        self._device.enter_thread()
+        self.run(StepPlan((in_block_0(1, self._block_tokens, GREEDY),)))
         self._places = {}
 
     def run(self, plan: StepPlan) -> list[Sampled]:
@@ -114,7 +127,11 @@ class GpuRunner:
     def launch(self, plan: StepPlan) -> "GpuStep":
         """Launch one step; see `engine.plan.Runner`."""
         with _lost_devices():
-            return self._launch(plan)
+            try:
+                return self._launch(plan)
+            except RuntimeError:
+                self._device.mark().wait()  # what was launched still writes to blocks that are given away after this
+                raise
 
     def _launch(self, plan: StepPlan) -> "GpuStep":
         self._before_step()
