@@ -13,21 +13,21 @@ import triton.language as tl
 
 
 @triton.jit
-def _key_of(logit):
+def key_of(logit):
     """An integer in the order of the logits; both zeros have 0."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _logit_of(key):
+def logit_of(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def next_above(logit):
     """The least float above a finite one."""
-    return _logit_of(_key_of(logit) + 1)
+    return logit_of(key_of(logit) + 1)
 
 
 @triton.jit
@@ -73,6 +73,17 @@ def _measure(logits_ptr, num_logits, bounds, best, scale, TILE: tl.constexpr, BO
 
 
 @triton.jit
+def _highest_below(logits_ptr, num_logits, bound, TILE: tl.constexpr):
+    lanes = tl.arange(0, TILE)[None, :]
+    highest = tl.full([1, TILE], -float("inf"), tl.float32)
+    for start in range(0, num_logits, TILE):
+        places = start + lanes
+        logits = tl.load(logits_ptr + places, mask=places < num_logits, other=-float("inf"))
+        highest = tl.maximum(highest, tl.where(logits < bound, logits, -float("inf")))
+    return tl.max(tl.max(highest, axis=1), axis=0)
+
+
+@triton.jit
 def _narrow(keys, weights, counts, is_reached, low, high, count_low, weight_high, count_high):
     """[low, high) once some bounds in it were measured."""
     low = tl.maximum(low, tl.max(tl.where(is_reached, keys, low), axis=0))
@@ -108,19 +119,20 @@ def _search(
     TILE: tl.constexpr,
     BOUNDS: tl.constexpr,
 ):
-    """Find the highest key such that the tokens not below it reach the target, or a lower one with at most `enough` tokens.
+    """Narrow [low, high) to the highest key such that the tokens not below it reach the target; it is a token's.
 
-    `low` reaches it, `high` does not: neither is doubted, so rounding cannot lead out of the tokens between them.
+    Ends as soon as a single token is left in it, or not more than `enough` are not below `low`. `low` reaches the target, `high`
+    does not: neither is doubted, so rounding cannot lead out of the tokens between them.
     """
     steps = tl.arange(0, BOUNDS) + 1
     turn = 0
-    while (high > low + 1) & (count_low > enough):
+    while (high > low + 1) & (count_low > count_high + 1) & (count_low > enough):
         # Equal steps between logits come near the edge soon; equal steps between keys get there for certain.
-        low_logit = _logit_of(low)
-        by_logit = _key_of(low_logit + (_logit_of(high) - low_logit) * (steps.to(tl.float32) / (BOUNDS + 1)))
+        low_logit = logit_of(low)
+        by_logit = key_of(low_logit + (logit_of(high) - low_logit) * (steps.to(tl.float32) / (BOUNDS + 1)))
         by_key = (low + (high.to(tl.int64) - low) * steps // (BOUNDS + 1)).to(tl.int32)
         keys = tl.minimum(tl.maximum(tl.where(turn == 0, by_logit, by_key), low + 1), high - 1)
-        weights, counts, _ = _measure(logits_ptr, num_logits, _logit_of(keys), best, scale, TILE, BOUNDS)
+        weights, counts, _ = _measure(logits_ptr, num_logits, logit_of(keys), best, scale, TILE, BOUNDS)
         is_reached = _is_reached(weights, counts, target, kind)
         low, high, count_low, weight_high, count_high = _narrow(
             keys, weights, counts, is_reached, low, high, count_low, weight_high, count_high
@@ -166,7 +178,7 @@ def _settle(
     for kind in range(3):
         if ((kind == 0) & (top_k > 0)) | ((kind == 1) & (top_p < 1.0)) | (kind == 2):
             target = tl.where(kind == 0, top_k.to(tl.float64), tl.where(kind == 1, top_p, uniform) * weight_kept)
-            found, _, count_edge, weight_above, count_above = _search(
+            found, end, count_edge, weight_above, count_above = _search(
                 logits_ptr,
                 num_logits,
                 edge,
@@ -182,7 +194,9 @@ def _settle(
                 TILE,
                 BOUNDS,
             )
-            weight = tl.exp2((_logit_of(found) - best) * scale).to(tl.float64)
+            if end > found + 1:
+                found = key_of(_highest_below(logits_ptr, num_logits, logit_of(end), TILE))
+            weight = tl.exp2((logit_of(found) - best) * scale).to(tl.float64)
             num_equal = count_edge - count_above
             num_allowed = tl.where(found == edge, tl.minimum(num_kept, num_equal), num_equal)
             missing = (target - weight_above) / weight
@@ -193,7 +207,7 @@ def _settle(
             num_kept = missing.to(tl.int32)
             weight_kept = weight_above + missing * weight
             # The next edge lies anywhere from this one on.
-            high = _key_of(best) + 1
+            high = key_of(best) + 1
             weight_high = weight_high * 0.0
             count_high = count_high * 0
     return edge, num_kept, num_equal
@@ -266,10 +280,10 @@ def draw_best_first(
     kind = tl.where(top_k > 0, 0, 1)
     target = tl.where(top_k > 0, top_k.to(tl.float64), top_p * total)
     is_reached = _is_reached(weights, counts, target, kind)
-    end = _key_of(best) + 1
+    end = key_of(best) + 1
     none = total * 0.0
     low, high, count_low, weight_high, count_high = _narrow(
-        _key_of(bounds), weights, counts, is_reached, _key_of(lowest), end, num_tokens, none, num_tokens * 0
+        key_of(bounds), weights, counts, is_reached, key_of(lowest), end, num_tokens, none, num_tokens * 0
     )
     low, high, count_low, weight_high, count_high = _search(
         row_ptr,
@@ -289,7 +303,7 @@ def draw_best_first(
     )
     token = -1
     if count_low <= LIST:
-        low = _key_of(_list_tokens(row_ptr, vocab, _logit_of(low), list_ptr, 2 * TILE, LIST))
+        low = key_of(_list_tokens(row_ptr, vocab, logit_of(low), list_ptr, 2 * TILE, LIST))
         edge, nth, num_equal = _settle(
             list_ptr,
             count_low,
@@ -310,7 +324,7 @@ def draw_best_first(
         if num_equal == 1:
             places = tl.arange(0, LIST)
             is_listed = places < count_low
-            is_found = tl.load(list_ptr + places, mask=is_listed, other=-float("inf")) == _logit_of(edge)
+            is_found = tl.load(list_ptr + places, mask=is_listed, other=-float("inf")) == logit_of(edge)
             ids = tl.load(list_ptr + LIST + places, mask=is_listed, other=0.0).to(tl.int32, bitcast=True)
             token = tl.max(tl.where(is_found, ids, -1), axis=0)
     else:
@@ -332,5 +346,5 @@ def draw_best_first(
             BOUNDS,
         )
     if token < 0:
-        token = nth_equal(row_ptr, peaks_ptr, vocab, _logit_of(edge), nth, TILE)
+        token = nth_equal(row_ptr, peaks_ptr, vocab, logit_of(edge), nth, TILE)
     return token

@@ -237,7 +237,7 @@ def draw_tokens(
         top_ks: [n] int32, not negative; 0 is off.
         top_ps: [n] float64 in (0, 1]; 1 is off.
         seeds: [n] int64.
-        positions: [n] int32 or int64, of the tokens in their answers.
+        positions: [n] int64, from 0: which token of its answer a row chooses.
         config: other tile sizes than the chosen ones.
     Returns:
         [n] int32: the tokens; -1 for a row whose best logit is not finite, or that holds a NaN.
@@ -287,9 +287,19 @@ def draw_tokens(
     return tokens
 
 
-def _config(arch: Arch, bounds: int = 4, warps: int = 16, scan: int = 4096) -> Config:
-    # A row's program has a multiprocessor to itself as long as there are fewer rows than those: it takes many warps to keep
-    # enough reads under way.
+def _config(arch: Arch) -> Config:
+    # As long as there are fewer rows than multiprocessors, a row's program has one to itself and may take all its registers.
+    return _layout(4, 2048, 8) if arch.backend == "hip" else _layout(4, 4096, 8)
+
+
+def _layout(bounds: int, scan: int, num_warps: int) -> Config:
+    """Tile sizes.
+
+    Args:
+        bounds: measured at once: more mean fewer reads of a row and more work for each logit.
+        scan: logits of a step through the row.
+        num_warps: of a row's program.
+    """
     list_tokens = 8192
     tiles = {
         "TILE": TILE,
@@ -300,22 +310,16 @@ def _config(arch: Arch, bounds: int = 4, warps: int = 16, scan: int = 4096) -> C
         "LIST": list_tokens,
         "LIST_SCAN": 2048,
     }
-    return Config(tiles, num_warps=warps * 32 // arch.warp_size)
-
-
-CANDS=((4,16,4096),(4,16,2048),(4,8,4096),(2,16,4096))
+    return Config(tiles, num_warps)
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """Every form of the kernels that some machine compiles."""
-    constants = _config(arch).tiles
-    weigh = {
-        "logits_ptr": "*fp32",
-        "temperatures_ptr": "*fp64",
-        "work_ptr": "*fp32",
-        "vocab": "i32",
-        "logits_stride": "i32",
-    }
+    """Every form of the kernels that some machine compiles: for rows that vector loads can read, and for others."""
+    chosen = _config(arch)
+    fill = 512 // arch.warp_size
+    weigh_tiles = {name: chosen.tiles[name] for name in ("TILE", "TILES", "WORK")}
+    row = {"vocab": "i32", "logits_stride": "i32"}
+    weigh = {"logits_ptr": "*fp32", "temperatures_ptr": "*fp64", "work_ptr": "*fp32", **row}
     draw = {
         "logits_ptr": "*fp32",
         "temperatures_ptr": "*fp64",
@@ -326,27 +330,25 @@ def variants(arch: Arch) -> Iterator[Variant]:
         "positions_ptr": "*i64",
         "work_ptr": "*fp32",
         "tokens_ptr": "*i32",
-        "vocab": "i32",
-        "logits_stride": "i32",
+        **row,
     }
-    for suffix, aligned in (("", frozenset({"vocab", "logits_stride"})), ("-odd", frozenset[str]())):
-        names = ("TILE", "TILES", "WORK")
+    for suffix, aligned in (("", frozenset(row)), ("-odd", frozenset[str]())):
         yield Variant(
             kernel=_weigh_kernel,
             label=f"weigh-fp32{suffix}",
-            signature=weigh | dict.fromkeys(names, "constexpr"),
-            constants={name: constants[name] for name in names},
-            config=Config({"TILE": TILE}, num_warps=4),
+            signature=weigh | dict.fromkeys(weigh_tiles, "constexpr"),
+            constants=weigh_tiles,
+            config=Config(weigh_tiles, num_warps=4),
             aligned=aligned,
         )
-        for bounds, warps, scan in CANDS:
-            config = _config(arch, bounds, warps, scan)
+        for config in (chosen, _layout(2, 4096, fill), _layout(4, 2048, fill // 2)):
+            tiles = config.tiles
             yield Variant(
                 kernel=_draw_kernel,
-                label=f"draw-fp32{suffix}-b{bounds}w{warps}t{scan}",
-                signature=draw | dict.fromkeys(config.tiles, "constexpr"),
-                constants=config.tiles,
+                label=f"draw-fp32{suffix}-b{tiles['BOUNDS']}s{tiles['SCAN']}w{config.num_warps}",
+                signature=draw | dict.fromkeys(tiles, "constexpr"),
+                constants=tiles,
                 config=config,
-                is_chosen=(bounds, warps, scan) == CANDS[0],
+                is_chosen=config is chosen,
                 aligned=aligned,
             )
