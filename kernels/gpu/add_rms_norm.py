@@ -88,6 +88,7 @@ def add_rms_norm(
         0 if residual is None else residual.stride(0),
         DIM=dim,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **config.tiles,
     )
     return normed, summed

@@ -268,6 +268,7 @@ def draw_tokens(
         TILES=tiles["TILES"],
         WORK=tiles["WORK"],
         num_warps=4,
+        num_stages=1,
     )
     _draw_kernel[(n,)](
         logits,
@@ -283,6 +284,7 @@ def draw_tokens(
         logits.stride(0),
         **tiles,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return tokens
 

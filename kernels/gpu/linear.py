@@ -253,26 +253,32 @@ def variants(arch: Arch) -> Iterator[Variant]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         chosen = _config(arch, dtype)
         for config in (chosen, *_candidates(arch, dtype)):
-            for shape in ("one", "sequential", "split"):
+            for shape in ("one", "one-bias", "sequential", "sequential-bias", "split"):
                 yield _variant(dtype, config, shape, config is chosen)
         kind = TRITON_TYPES[dtype]
-        types = {"partials_ptr": "*fp32", "bias_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
-        types |= {"num_rows": "i32", "num_outputs": "i32", "SEGMENTS": "constexpr", "BLOCK_N": "constexpr"}
-        yield Variant(
-            kernel=_sum_kernel,
-            label=f"sum-{kind}",
-            signature=types,
-            constants={"SEGMENTS": 4, "BLOCK_N": _SUM_COLUMNS},
-            config=Config({"BLOCK_N": _SUM_COLUMNS}, num_warps=2),
-            aligned=frozenset({"num_outputs"}),
-        )
+        for has_bias in (False, True):
+            types = {
+                "partials_ptr": "*fp32",
+                "bias_ptr": f"*{kind}" if has_bias else "constexpr",
+                "out_ptr": f"*{kind}",
+            }
+            types |= {"num_rows": "i32", "num_outputs": "i32", "SEGMENTS": "constexpr", "BLOCK_N": "constexpr"}
+            no_bias: dict[str, Any] = {} if has_bias else {"bias_ptr": None}
+            yield Variant(
+                kernel=_sum_kernel,
+                label=f"sum-{kind}" + "-bias" * has_bias,
+                signature=types,
+                constants={"SEGMENTS": 4, "BLOCK_N": _SUM_COLUMNS, **no_bias},
+                config=Config({"BLOCK_N": _SUM_COLUMNS}, num_warps=2),
+                aligned=frozenset({"num_outputs"}),
+            )
 
 
 def _variant(dtype: torch.dtype, config: Config, shape: str, is_chosen: bool) -> Variant:
     kind, tiles, is_apart = TRITON_TYPES[dtype], config.tiles, shape == "split"
     constants: dict[str, Any] = {
         **tiles,
-        "SEGMENTS": 1 if shape == "one" else 4,
+        "SEGMENTS": 1 if shape.startswith("one") else 4,
         "IS_SPLIT": is_apart,
         "IS_WHOLE": True,
     }
@@ -280,7 +286,7 @@ def _variant(dtype: torch.dtype, config: Config, shape: str, is_chosen: bool) ->
     types |= {"out_ptr": "*fp32" if is_apart else f"*{kind}"}
     types |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "x_stride", "weight_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
-    if is_apart:
+    if not shape.endswith("bias"):
         types["bias_ptr"], constants["bias_ptr"] = "constexpr", None
     size = f"m{tiles['BLOCK_M']}n{tiles['BLOCK_N']}k{tiles['BLOCK_K']}w{config.num_warps}s{config.num_stages}"
     return Variant(

@@ -109,6 +109,7 @@ def _copy(source: Tensor, target: Tensor, block_ids: Tensor, is_gather: bool, co
         block_words,
         IS_GATHER=is_gather,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **config.tiles,
     )
 

@@ -302,7 +302,7 @@ def _config(arch: Arch, dtype: torch.dtype, dim: int) -> Config:
     # One program fills a multiprocessor: its two warp groups' products are as wide as registers allow.
     if dim <= 128:
         return _tiles(128, 128, 8, 3)
-    return _tiles(128, 64, 8, 2) if arch is SM_90 else _tiles(128, 32, 8, 3)
+    return _tiles(128, 64, 8, 2) if arch is SM_90 else _tiles(64, 32, 4, 3)
 
 
 def _candidates(arch: Arch) -> tuple[Config, ...]:

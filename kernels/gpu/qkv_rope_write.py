@@ -234,6 +234,7 @@ def qkv_rope_write(
         DIM=dim,
         HALF=half,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **config.tiles,
     )
     return q

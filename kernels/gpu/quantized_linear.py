@@ -338,6 +338,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
                 for config in (chosen, *_candidates(arch, dtype, height)):
                     # Many rows have no segments; few have too few tiles for segments one after the other.
                     shapes = {16: ("one", "split"), 64: ("one", "sequential", "split"), 128: ("one",)}[height]
+                    shapes += tuple(f"{shape}-bias" for shape in shapes if shape != "split")
                     for shape in shapes:
                         form = _variant(dtype, bits, config, shape, config is chosen)
                         forms.setdefault(form.label, form)  # heights may share a configuration
@@ -346,13 +347,13 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 def _variant(dtype: torch.dtype, bits: int, config: Config, shape: str, is_chosen: bool) -> Variant:
     kind, tiles, is_apart = TRITON_TYPES[dtype], config.tiles, shape == "split"
-    constants: dict[str, Any] = {**tiles, "GROUP": 128, "BITS": bits, "SEGMENTS": 1 if shape == "one" else 4}
+    constants: dict[str, Any] = {**tiles, "GROUP": 128, "BITS": bits, "SEGMENTS": 1 if shape.startswith("one") else 4}
     constants |= {"IS_SPLIT": is_apart, "IS_WHOLE": True}
     types = {"x_ptr": f"*{kind}", "codes_ptr": "*i32", "scales_ptr": "*fp32", "bias_ptr": f"*{kind}"}
     types |= {"out_ptr": "*fp32" if is_apart else f"*{kind}"}
     types |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "x_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
-    if is_apart:
+    if not shape.endswith("bias"):
         types["bias_ptr"], constants["bias_ptr"] = "constexpr", None
     size = f"m{tiles['BLOCK_M']}n{tiles['BLOCK_N']}w{config.num_warps}s{config.num_stages}"
     return Variant(

@@ -46,7 +46,8 @@ def silu_mul(gate_up: Tensor, config: Config | None = None) -> Tensor:
     config = config or _config(arch_of(gate_up.device))
     out = torch.empty((n, dim), dtype=gate_up.dtype, device=gate_up.device)
     grid = (n * -(-dim // config.tiles["TILE"]),)
-    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), DIM=dim, num_warps=config.num_warps, **config.tiles)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), DIM=dim, **options, **config.tiles)
     return out
 
 

@@ -176,7 +176,9 @@ def top_logprobs(
     if n == 0:
         return chosen, ids, values
     work = torch.empty((n, tiles["WORK"]), dtype=torch.float32, device=device)
-    _peak_kernel[(triton.cdiv(vocab, tiles["TILE"]), n)](logits, work, vocab, logits.stride(0), **tiles, num_warps=4)
+    _peak_kernel[(triton.cdiv(vocab, tiles["TILE"]), n)](
+        logits, work, vocab, logits.stride(0), **tiles, num_warps=4, num_stages=1
+    )
     _top_kernel[(n,)](
         logits,
         tokens,
@@ -191,6 +193,7 @@ def top_logprobs(
         TOP=round_up_to_power_of_2(MAX_TOP_LOGPROBS),
         FLOOR=MIN_LOGPROB,
         num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return chosen, ids, values
 

@@ -200,7 +200,7 @@ def test_a_whole_vocabulary_of_49152(device: torch.device, poisoned_empty: None)
     st.one_of(st.just(1.0), st.floats(0.01, 1.0, exclude_min=True)),
     st.integers(-(2**63), 2**63 - 100),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_parameters(
     device: torch.device, size: int, shape: str, temperature: float, min_p: float, top_k: int, top_p: float, seed: int
 ) -> None:

@@ -1,0 +1,177 @@
+"""`python -m bench.kernels`: how fast the GPU kernels are, as a share of what the device can do, and what they take of it.
+
+On a machine with a GPU every op is first compared with its reference, then timed. Without one, or with `--ahead-of-time`,
+every variant is compiled for every kind of device, and what the compiler says of it is reported. Tables and one JSON line
+go to stdout. It needs torch, triton and numpy, and nothing else of this project's dependencies.
+
+Exit status: 0 done, 1 a wrong result, a variant that is not as it must be or a missed target, 2 wrong usage.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench.kernels import resources
+from bench.kernels.ahead_of_time import Compiled, Key, compile_all, is_everyday, keyed_variants
+from bench.kernels.case import Case, Make
+from bench.kernels.cases import small_cases, timed_cases
+from bench.kernels.ceilings import measure_ceilings
+from bench.kernels.measure import Row, gate, is_missed, measure
+from bench.kernels.report import candidate_lines, ceilings_line, timings
+from bench.kernels.timing import Clock, DeviceClock
+from bench.peers.report import environment, new_file
+from bench.process import commit
+from kernels.gpu.registry import OPS
+from kernels.gpu.variant import ARCHS
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of the correctness gate
+_BUDGET_S, _QUICK_BUDGET_S = 0.2, 0.05
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The command line. Exits with 2 where it is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Speed and resources of GPU kernels.")
+    parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this one; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes; ahead of time: fewer variants")
+    parser.add_argument("--candidates", action="store_true", help="time the configurations that were not chosen, too")
+    parser.add_argument("--enforce-targets", action="store_true", help="exit with 1 where a target is missed, too")
+    parser.add_argument("--ahead-of-time", action="store_true", help="compile and report, whatever the machine has")
+    parser.add_argument("--arch", action="append", choices=[arch.name for arch in ARCHS], help="compile for this only")
+    parser.add_argument("--write", action="store_true", help="ahead of time: write the committed tables")
+    parser.add_argument("--cache-dir", type=Path, help="where compiled kernels are kept; else where Triton keeps them")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that compile at once")
+    parser.add_argument("--output", type=new_file, help="write the JSON line to this file too")
+    args = parser.parse_args(arguments)
+    args.ahead_of_time = args.ahead_of_time or args.write or not torch.cuda.is_available()
+    if args.write and (args.quick or args.op or args.arch):
+        parser.error("--write: the committed tables have every variant, so no --quick, --op or --arch")
+    return args
+
+
+def compile_variants(args: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
+    """Compile, print what every variant takes, and compare it with what is committed.
+
+    Returns:
+        Whether all is as it must be, and the results.
+    """
+
+    def is_wanted(key: Key) -> bool:
+        return (args.arch is None or key.arch in args.arch) and (args.op is None or key.op in args.op)
+
+    every = {key: variant for arch in ARCHS for key, variant in keyed_variants(arch).items()}
+    known = {key: variant for key, variant in every.items() if is_wanted(key)}
+    wanted = {key: each.is_chosen for key, each in known.items() if not args.quick or is_everyday(key.op, each)}
+    began = time.perf_counter()
+    results: dict[Key, Compiled] = {}
+    for key, compiled in compile_all(wanted, args.cache_dir, args.processes):
+        results[key] = compiled
+        if len(results) % 100 == 0:
+            print(f"{len(results)} of {len(wanted)} compiled", file=sys.stderr)
+    seconds = time.perf_counter() - began
+    print("\n".join(resources.readable(results)))
+    failures, changes = list(resources.failures(results)), []
+    if args.write and all(compiled.resources for compiled in results.values()):
+        resources.write(results, triton.__version__)
+    version, committed = resources.read(resources.TABLE)
+    is_comparable = version == triton.__version__
+    if is_comparable:
+        committed = {key: compiled for key, compiled in committed.items() if is_wanted(key)}
+        changes = list(resources.differences(results, committed, known.keys()))
+    else:
+        print(f"NOT COMPARED: {resources.TABLE.name} is of Triton {version}, this is {triton.__version__}")
+    for line in failures:
+        print(f"WRONG: {line}")
+    for line in changes:
+        print(f"WRONG: {line} in {resources.TABLE.name}")
+    if changes:
+        print("If the kernels must be so, commit what --write makes of that table.")
+    print(f"{len(results)} variants, {seconds:.0f} s, {len(failures) + len(changes)} wrong")
+    return not failures and not changes, {
+        "seconds": round(seconds, 1),
+        "failures": failures,
+        "is_compared": is_comparable,
+        "changes": changes,
+        "variants": {"/".join(key): resources.figures(compiled) for key, compiled in sorted(results.items())},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Where and what to time."""
+
+    device: torch.device
+    clock: Clock
+    gated: Sequence[Case]  # compared with their references first
+    cases: Sequence[Case]
+    budget_s: float  # for the samples of one thing timed
+    scale: float = 1.0  # of what the ceilings are measured with
+
+
+def time_cases(rig: Rig, with_candidates: bool, enforce_targets: bool) -> tuple[bool, dict[str, Any]]:
+    """Compare every op with its reference, then time it.
+
+    Returns:
+        Whether every result was right (and every target reached), and the results.
+    """
+    make = Make(rig.device, seed=time.time_ns() % 2**32)
+    wrong = [f"{case.op}, {case.shape}, {case.type_name}: {error}" for case, error in gate(rig.gated, make) if error]
+    if wrong:
+        print("\n".join(f"WRONG: {line}" for line in wrong))
+        return False, {"wrong": wrong}
+    ceilings = measure_ceilings(rig.device, rig.clock, rig.scale)
+    rows: list[Row] = []
+    for case in rig.cases:
+        print(f"{case.op}, {case.shape}", file=sys.stderr)
+        rows.append(measure(case, make, rig.clock, ceilings, rig.budget_s, with_candidates))
+        torch.cuda.empty_cache()
+    print("\n".join(timings(rows)))
+    if with_candidates:
+        print("\n".join(candidate_lines(rows)))
+    print(ceilings_line(ceilings))
+    wrong = [f"{row['op']}, {row['shape']}: {row['error']}" for row in rows if "error" in row]
+    missed = [f"{row['op']}, {row['shape']}: {row['share']:.0%}" for row in rows if is_missed(row)]
+    return not wrong and not (missed and enforce_targets), {
+        "copy_gb_per_s": round(ceilings.copy_bytes_per_s / 1e9, 1),
+        "matmul_tflop_per_s": round(ceilings.matmul_flops_per_s / 1e12, 1),
+        "wrong": wrong,
+        "missed": missed,
+        "cases": rows,
+    }
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    args = parse_arguments(sys.argv[1:])
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("python -m bench.kernels: an interpreter is neither compiled nor fast: unset TRITON_INTERPRET")
+    if args.ahead_of_time:
+        is_ok, results = compile_variants(args)
+    else:
+        rig = Rig(
+            torch.device("cuda"),
+            DeviceClock(),
+            [case for case in small_cases(_DTYPES) if args.op is None or case.op in args.op],
+            [case for case in timed_cases(args.quick) if args.op is None or case.op in args.op],
+            _QUICK_BUDGET_S if args.quick else _BUDGET_S,
+        )
+        is_ok, results = time_cases(rig, args.candidates, args.enforce_targets)
+    gpu = None if args.ahead_of_time else torch.cuda.get_device_name()
+    env = environment(commit=commit(), torch=torch.__version__, triton=triton.__version__, gpu=gpu, quick=args.quick)
+    line = json.dumps({"bench": "kernels", "ok": is_ok, "env": env, "results": results})
+    print(line)
+    if args.output is not None:
+        args.output.write_text(line + "\n")
+    sys.exit(0 if is_ok else 1)
+
+
+if __name__ == "__main__":
+    main()
