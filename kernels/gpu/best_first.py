@@ -121,8 +121,8 @@ def _search(
 ):
     """Narrow [low, high) to the highest key such that the tokens not below it reach the target; it is a token's.
 
-    Ends as soon as a single token is left in it, or not more than `enough` are not below `low`. `low` reaches the target, `high`
-    does not: neither is doubted, so rounding cannot lead out of the tokens between them.
+    Ends as soon as a single token is left in it, or not more than `enough` are not below `low`. `low` reaches the target,
+    `high` does not: neither is doubted, so rounding cannot lead out of the tokens between them.
     """
     steps = tl.arange(0, BOUNDS) + 1
     turn = 0
