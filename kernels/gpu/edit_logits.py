@@ -69,7 +69,7 @@ def _edit_logits_kernel(
         bias = tl.load(biases_ptr + entries, mask=is_own, other=0.0)
         value = tl.load(row_ptr + ids, mask=is_own, other=0.0)
         # Whatever the model said of a held-back token: adding -inf to inf or NaN would not hold it back.
-        value = value + bias
+        value = tl.where(bias == -float("inf"), bias, value + bias)
         tl.store(row_ptr + ids, value, mask=is_own)
 
     # The threads that load a logit below need not be those that stored it above.
