@@ -1,5 +1,6 @@
 """Attention over a paged cache, and what writes that cache."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,9 @@ class _Attention(Case):
     def input_sets(self, make: Make) -> Iterator[Inputs]:
         return self._input_sets(make, self.num_layers)
 
+    @abstractmethod
     def _input_sets(self, make: Make, count: int) -> Iterator[Inputs]:
-        raise NotImplementedError
+        """`count` of them, over one cache."""
 
     def wrong_at_size(self, inputs: Inputs) -> str:
         """Of some sequences: the specification would take hours."""
