@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from kernels.gpu.top_logprobs import top_logprobs
 from torch import Tensor
 
 from core.sequence import TokenLogprobs
@@ -25,6 +24,7 @@ from engine.sequence import Sequence
 from engine.token_counts import TokenCounts
 from kernels.gpu.draw_tokens import draw_tokens
 from kernels.gpu.edit_logits import edit_logits
+from kernels.gpu.top_logprobs import top_logprobs
 
 _FEW_EDITS = 4096  # room for so many at first; long answers with penalties need more, and get it
 
