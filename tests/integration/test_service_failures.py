@@ -55,11 +55,11 @@ async def test_a_killed_worker_is_replaced_by_another(make_stack: MakeStack, pha
     async with make_stack(prefills=2, decodes=2) as stack:
         call, answered = await hold(stack, phase)
         killed = busy(stack.prefills if victim == "prefill" else stack.decodes)
-        await killed.kill()
-        for worker in stack.workers:
+        for worker in stack.workers:  # before the kill: what goes on elsewhere may do so while the kill is awaited
             if worker is not killed:
                 worker.transport.release()
                 worker.gate.open()
+        await killed.kill()
         await collect(call, answered)
         assert answered.tokens == expected(PROMPT, 20)
         assert [entry.chosen.token_id for entry in answered.logprobs] == answered.tokens
