@@ -25,6 +25,7 @@ class HostBlocks(ABC):
     num_blocks: int
     block_bytes: int
     max_readings: int | None = None
+    failure = ""  # this memory is that of the process
 
     @property
     def max_read_blocks(self) -> int:

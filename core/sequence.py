@@ -133,6 +133,10 @@ class BlockMemory(Protocol):
         """Most blocks of one reading."""
 
     @property
+    def failure(self) -> str:
+        """Why no bytes will ever move again, so that this process is of no use; empty while they do. From any thread."""
+
+    @property
     def max_readings(self) -> int | None:
         """Most readings that one of several users should have open, so that none waits for a slow one. None: any number."""
 

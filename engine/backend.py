@@ -21,6 +21,7 @@ from engine.kv_cache import DTYPES, KVCache
 from engine.model import Model
 from engine.native_model import MixedModel, NativeModel
 from engine.plan import Runner, Sampled, StepPlan
+from engine.scheduler import StepLimits
 from engine.torch_runner import TorchRunner
 from engine.weights import WeightReader
 from kernels.linear import is_native
@@ -85,6 +86,25 @@ def find_place(name: str) -> torch.device:
     if find_spec("triton") is None:
         raise ConfigError("device=cuda: needs triton, which a torch built for CUDA or ROCm brings; pip install triton")
     return torch.device("cuda")
+
+
+def step_limits(device: str, max_batched_tokens: int | None, max_sequences: int | None) -> StepLimits:
+    """How much a step on a device holds: what was asked for, else what computes prompts about as fast as it can.
+
+    A GPU reads its weights once for all rows of a step: more than a few hundred rows are needed to keep it computing, and
+    2,048 hide that each step costs the host some milliseconds.
+
+    Args:
+        device: of a --device flag.
+        max_batched_tokens, max_sequences: see `StepLimits`; None: the device's own.
+    Raises:
+        ConfigError: no such device here, or limits that do not go together.
+    """
+    is_gpu = find_place(device).type != "cpu"
+    return StepLimits(
+        max_batched_tokens=(2048 if is_gpu else 512) if max_batched_tokens is None else max_batched_tokens,
+        max_sequences=(256 if is_gpu else 64) if max_sequences is None else max_sequences,
+    )
 
 
 def load_backend(

@@ -65,6 +65,7 @@ class EngineLoop:
         cores: that the engine's thread keeps to; empty: any.
         plan: chooses a step; `plan_step` unless a worker needs another order. What `StepPlan` promises holds for any.
         on_start: called first in the engine's thread, before any sequence exists.
+        max_last_step_s: how long `stop` waits for a step.
         clock: for `step_s` and `stalled_s`.
     """
 
@@ -79,6 +80,7 @@ class EngineLoop:
         cores: frozenset[int] = frozenset(),
         plan: Plan = plan_step,
         on_start: Callable[[], None] | None = None,
+        max_last_step_s: float = 60.0,
         clock: Clock = monotonic,
     ) -> None:
         self._runner = runner
@@ -91,6 +93,7 @@ class EngineLoop:
         self._cores = cores
         self._plan = plan
         self._on_start = on_start
+        self._max_last_step_s = max_last_step_s
         self._has_begun = threading.Event()  # or will not
         self._clock = clock
         self._num_submitted = 0
@@ -144,11 +147,16 @@ class EngineLoop:
         return 0.0 if started is None else self._clock() - started
 
     def stop(self) -> None:
-        """End every sequence with "abort", then the thread; a step that runs is finished first. May be called again."""
+        """End every sequence with "abort", then the thread; a step that runs is finished first. May be called again.
+
+        A step that hangs is left behind after a while, and its sequences hear nothing: the process must end.
+        """
         self._inbox.close()
         if self._thread is not None:
             assert self._thread is not threading.current_thread(), "stop() waits for the thread that called it"
-            self._thread.join()
+            self._thread.join(self._max_last_step_s)
+            if self._thread.is_alive():
+                logger.error("the engine's last step hangs and is left behind")
 
     def _main(self) -> None:
         reason: FinishReason = "abort"

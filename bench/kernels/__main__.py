@@ -21,7 +21,7 @@ import torch
 import triton
 
 from bench.kernels import resources
-from bench.kernels.ahead_of_time import Compiled, Key, compile_all, is_everyday, keyed_variants
+from bench.kernels.ahead_of_time import Compiled, Key, compile_all, digest, keyed_variants, one_of_each
 from bench.kernels.case import Case, Make
 from bench.kernels.cases import small_cases, timed_cases
 from bench.kernels.ceilings import measure_ceilings
@@ -41,7 +41,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The command line. Exits with 2 where it is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Speed and resources of GPU kernels.")
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this one; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes; ahead of time: fewer variants")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer shapes; ahead of time: only what changed, and one of each"
+    )
     parser.add_argument("--candidates", action="store_true", help="time the configurations that were not chosen, too")
     parser.add_argument("--enforce-targets", action="store_true", help="exit with 1 where a target is missed, too")
     parser.add_argument("--ahead-of-time", action="store_true", help="compile and report, whatever the machine has")
@@ -69,7 +71,15 @@ def compile_variants(args: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
 
     every = {key: variant for arch in ARCHS for key, variant in keyed_variants(arch).items()}
     known = {key: variant for key, variant in every.items() if is_wanted(key)}
-    wanted = {key: each.is_chosen for key, each in known.items() if not args.quick or is_everyday(key.op, each)}
+    digests = {op: digest(op) for op in OPS}
+    committed = resources.read()
+    quick = one_of_each(known)
+    changed = sorted(op for op in OPS if digests[op] != committed.digests.get(op))
+
+    def is_due(key: Key) -> bool:
+        return not args.quick or key in quick or key.op in changed
+
+    wanted = {key: variant.is_chosen for key, variant in known.items() if is_due(key)}
     began = time.perf_counter()
     results: dict[Key, Compiled] = {}
     for key, compiled in compile_all(wanted, args.cache_dir, args.processes):
@@ -80,14 +90,14 @@ def compile_variants(args: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
     print("\n".join(resources.readable(results)))
     failures, changes = list(resources.failures(results)), []
     if args.write and all(compiled.resources for compiled in results.values()):
-        resources.write(results, triton.__version__)
-    version, committed = resources.read(resources.TABLE)
-    is_comparable = version == triton.__version__
+        committed = resources.Committed(triton.__version__, digests, results)
+        resources.write(committed)
+    is_comparable = committed.triton == triton.__version__
     if is_comparable:
-        committed = {key: compiled for key, compiled in committed.items() if is_wanted(key)}
-        changes = list(resources.differences(results, committed, known.keys()))
+        before = {key: compiled for key, compiled in committed.results.items() if is_wanted(key)}
+        changes = list(resources.differences(results, before, known.keys()))
     else:
-        print(f"NOT COMPARED: {resources.TABLE.name} is of Triton {version}, this is {triton.__version__}")
+        print(f"NOT COMPARED: {resources.TABLE.name} is of Triton {committed.triton}, this is {triton.__version__}")
     for line in failures:
         print(f"WRONG: {line}")
     for line in changes:
@@ -97,6 +107,7 @@ def compile_variants(args: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
     print(f"{len(results)} variants, {seconds:.0f} s, {len(failures) + len(changes)} wrong")
     return not failures and not changes, {
         "seconds": round(seconds, 1),
+        "changed": changed,
         "failures": failures,
         "is_compared": is_comparable,
         "changes": changes,

@@ -1,22 +1,23 @@
 """Every variant compiled for every kind of device, on a machine that has none of them, by all cores."""
 
 import functools
+import hashlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from bench.kernels.occupancy import Resources, resident_programs
-from kernels.gpu.registry import all_variants
+from kernels.gpu import variant as variant_module
+from kernels.gpu.registry import OPS, all_variants
 from kernels.gpu.variant import ARCHS, Arch, Variant
 
-_OPS_WITH_PRODUCTS = frozenset(
-    {"decode_attention", "prefill_attention", "linear", "quantized_linear"}
-)  # slow to compile
 _Result = tuple[Resources, int, float]  # with resident programs and seconds
 _ARCHS = {arch.name: arch for arch in ARCHS}
 
@@ -59,10 +60,34 @@ def keyed_variants(arch: Arch) -> dict[Key, Variant]:
     return found
 
 
-def is_everyday(op: str, variant: Variant) -> bool:
-    """Whether a variant is one of those that an ordinary test run has the time to compile: what most models are served with."""
-    kinds = set(variant.signature.values())
-    return variant.is_chosen and "*fp16" not in kinds and ("*bf16" in kinds or op not in _OPS_WITH_PRODUCTS)
+def one_of_each(variants: Mapping[Key, Variant]) -> set[Key]:
+    """One chosen variant of every kernel on every kind of device, in bfloat16 where there is one."""
+
+    def order(key: Key) -> tuple[bool, Key]:
+        return "*bf16" not in variants[key].signature.values(), key
+
+    chosen = sorted((key for key, variant in variants.items() if variant.is_chosen), key=order)
+    return set({(key.arch, key.kernel): key for key in reversed(chosen)}.values())
+
+
+def digest(op: str) -> str:
+    """Of all that an op's kernels are compiled from: the text of its file and of those it imports, and its variants."""
+    modules, found = [OPS[op]], set[ModuleType]()
+    while modules:
+        module = modules.pop()
+        if module not in found:
+            found.add(module)
+            names = {str(getattr(value, "__module__", "")) for value in vars(module).values()}
+            modules += [sys.modules[name] for name in names if name.startswith("kernels.gpu.")]
+    text = hashlib.sha256()
+    # What `variant` says of tiles and devices is in the variants.
+    for path in sorted(str(module.__file__) for module in found - {variant_module}):
+        text.update(Path(path).read_bytes())
+    for arch in ARCHS:
+        for each in OPS[op].variants(arch):
+            parts = (each.kernel.__name__, each.label, each.signature, each.constants, each.config, each.is_chosen)
+            text.update(repr((arch, *parts, sorted(each.aligned))).encode())
+    return text.hexdigest()[:16]
 
 
 def compile_all(keys: Mapping[Key, bool], cache_dir: Path | None, processes: int) -> Iterator[tuple[Key, Compiled]]:

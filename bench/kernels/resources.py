@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -76,27 +76,38 @@ def figures(compiled: Compiled) -> dict[str, Any]:
     return found | asdict(compiled.resources)
 
 
-def read(path: Path) -> tuple[str, dict[Key, Compiled]]:
-    """The committed table, and the version of Triton that it was written with."""
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The committed table."""
+
+    triton: str  # the version that it was written with
+    digests: Mapping[str, str]  # of what each op's kernels were compiled from
+    results: Results
+
+
+def read(path: Path = TABLE) -> Committed:
+    """The committed table."""
     table = json.loads(path.read_text())
     results = {}
     for name, (is_chosen, programs, *figures) in table["kernels"].items():
         key = Key(*name.split("/"))
         results[key] = Compiled(bool(is_chosen), Resources(*figures), programs)
-    return table["triton"], results
+    return Committed(table["triton"], table["digests"], results)
 
 
-def write(results: Results, version: str, path: Path = TABLE, readable_path: Path = READABLE) -> None:
+def write(committed: Committed, path: Path = TABLE, readable_path: Path = READABLE) -> None:
     """Write both tables. Every variant must have compiled."""
     rows = []
-    for key, compiled in sorted(results.items()):
+    for key, compiled in sorted(committed.results.items()):
         assert compiled.resources is not None
         figures = [getattr(compiled.resources, name) for name in _FIELDS]
         rows.append(f'    "{"/".join(key)}": {json.dumps([int(compiled.is_chosen), compiled.programs, *figures])}')
     columns = json.dumps(["is_chosen", "programs", *_FIELDS])
     body = ",\n".join(rows)
-    path.write_text(f'{{\n  "triton": "{version}",\n  "columns": {columns},\n  "kernels": {{\n{body}\n  }}\n}}\n')
-    readable_path.write_text("\n".join([_PREAMBLE.format(version=version), *readable(results)]) + "\n")
+    head = f'  "triton": "{committed.triton}",\n  "digests": {json.dumps(committed.digests, indent=4)[:-1]}  }},\n'
+    path.write_text(f'{{\n{head}  "columns": {columns},\n  "kernels": {{\n{body}\n  }}\n}}\n')
+    preamble = _PREAMBLE.format(version=committed.triton)
+    readable_path.write_text("\n".join([preamble, *readable(committed.results)]) + "\n")
 
 
 def readable(results: Results) -> Iterator[str]:

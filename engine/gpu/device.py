@@ -3,6 +3,7 @@
 The CPU stands in for a GPU in tests: every launch is done when it returns, and a captured step is simply run again.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -12,8 +13,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Programs of the kernels that loop over a work list, for each multiprocessor: enough that some load while others compute.
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+# What torch and Triton say when a kernel failed: nothing computes on that device any more until the process is another one.
+_LOST = re.compile(r"(CUDA|HIP) error|Triton Error \[(CUDA|HIP)\]")
 
 
 class Mark(Protocol):
@@ -43,15 +44,11 @@ class Device(Protocol):
     def place(self) -> torch.device:
         """Where tensors live."""
 
-    @property
-    def num_programs(self) -> int:
-        """Programs of a kernel that loops over a work list: as many as run at once. Never depends on the work."""
-
     def host_buffer(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 on the host, zeros, that the device copies from and to while the CPU goes on."""
 
-    def mark(self) -> Mark:
-        """Here, in the current stream."""
+    def mark(self, *, sleeps: bool = False) -> Mark:
+        """Here, in the current stream. With `sleeps`, who waits for it leaves the core to others, and wakes a little late."""
 
     def incoming(self) -> AbstractContextManager[object]:
         """The calling thread's launches inside go to the stream for what comes to the device; always the same one."""
@@ -81,8 +78,6 @@ class CudaDevice:
     def __init__(self, place: torch.device) -> None:
         self.place = torch.device("cuda", place.index or 0)
         torch.cuda.set_device(self.place)
-        multiprocessors = torch.cuda.get_device_properties(self.place).multi_processor_count
-        self.num_programs = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         # Before the steps' kernels where both could begin: copies are short, and somebody waits for each.
         self._incoming = torch.cuda.Stream(self.place, priority=-1)  # type: ignore[no-untyped-call]
         self._outgoing = torch.cuda.Stream(self.place, priority=-1)  # type: ignore[no-untyped-call]
@@ -93,8 +88,8 @@ class CudaDevice:
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> Mark:
-        event = _Event(torch.cuda.Event(), self.place)  # type: ignore[no-untyped-call]
+    def mark(self, *, sleeps: bool = False) -> Mark:
+        event = _Event(torch.cuda.Event(blocking=sleeps), self.place)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -157,18 +152,16 @@ class HostDevice:
 
     Args:
         num_bytes: of memory to pretend.
-        num_programs: of kernels that loop over a work list.
     """
 
-    def __init__(self, num_bytes: int = 1 << 30, num_programs: int = 3) -> None:
+    def __init__(self, num_bytes: int = 1 << 30) -> None:
         self.place = torch.device("cpu")
-        self.num_programs = num_programs
         self._num_bytes = num_bytes
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def mark(self) -> Mark:
+    def mark(self, *, sleeps: bool = False) -> Mark:  # noqa: ARG002 (nobody waits)
         return _Reached()
 
     def incoming(self) -> AbstractContextManager[object]:
@@ -205,6 +198,12 @@ class _Reached:
 
 def _copy_into(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
+
+
+def loss(error: RuntimeError) -> str:
+    """Why the device will never compute again; empty when this is an error that it survives."""
+    is_loss = not isinstance(error, torch.OutOfMemoryError) and _LOST.search(str(error))
+    return f"the device is lost: {str(error).splitlines()[0]}" if is_loss else ""
 
 
 def find_device(place: torch.device) -> Device:

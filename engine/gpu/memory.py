@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.errors import TransferError
 from core.sequence import require_blocks
-from engine.gpu.device import Device, Mark
+from engine.gpu.device import Device, Mark, loss
 from kernels.gpu.pack_blocks import pack_blocks, unpack_blocks
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # Smaller blocks are gathered by a kernel, so that many take one copy; a larger one is worth a copy of its own.
 _PACKED_BELOW_BYTES = 64 << 10
 _READINGS_SHARE = 4  # so many users with a full share of the slots leave none to another
+_MAX_COPY_S = 10.0  # longer than any copy takes that ends at all
 _CLOSED = "the KV memory was closed"
 
 
@@ -82,6 +83,7 @@ class DeviceBlocks:
             self._free.put(slot)
         self._asked: queue.SimpleQueue[_DeviceReading | None] = queue.SimpleQueue()
         self._is_closed = False
+        self.failure = ""
         # Compiles what there is to compile. The block gets its own bytes, before any step exists.
         first = [memoryview(bytearray(self.block_bytes))]
         self.copy_out([0], first)
@@ -94,7 +96,9 @@ class DeviceBlocks:
         self._is_closed = True
         self._asked.put(None)
         self._free.put(None)  # it may be waiting for a slot
-        self._reader.join()
+        self._reader.join(_MAX_COPY_S)
+        if self._reader.is_alive():
+            logger.error("a copy of KV blocks hangs on the device and is left behind")
 
     # Transfers
 
@@ -120,9 +124,12 @@ class DeviceBlocks:
                     self._turn = (self._turn + 1) % len(self._write_slots)
                     slot.wait()
                     slot.fill(parts[piece])
-                    self._incoming.scatter(blocks[piece], slot)
-                    slot.mark = self._device.mark()
+                    try:
+                        self._incoming.scatter(blocks[piece], slot)
+                    finally:  # after a failure, too, what was launched still reads the slot
+                        slot.mark = self._device.mark(sleeps=True)
         except RuntimeError as error:  # what torch makes of any failure of a device
+            self.failure = self.failure or loss(error)
             raise TransferError(f"KV blocks could not be written: {error}") from error
         finally:
             self._has_written = True
@@ -139,6 +146,8 @@ class DeviceBlocks:
                 self._gather(reading.blocks, slot)
             except Exception as error:  # the thread must go on, or transfers would hang instead of fail
                 logger.exception("KV blocks could not be read")
+                if isinstance(error, RuntimeError):
+                    self.failure = self.failure or loss(error)
                 reading.finish(slot, str(error) or repr(error))
             else:
                 reading.finish(slot, "")
@@ -150,9 +159,10 @@ class DeviceBlocks:
     def _gather(self, blocks: Sequence[int], slot: "_Slot") -> None:
         with self._device.outgoing():
             self._device.wait_for_incoming()  # a block that has just been written is read as it then is
-            self._outgoing.gather(blocks, slot)
-            slot.mark = self._device.mark()
-        slot.wait()
+            try:
+                self._outgoing.gather(blocks, slot)
+            finally:  # after a failure, too, what was launched still writes to the slot
+                self._device.mark(sleeps=True).wait()
 
     # The engine
 

@@ -4,7 +4,6 @@ A launch never waits for the device. Tokens that the step before samples are rea
 their place, and the device is told which row of `GpuModel.sampled` to take. Results come back through pinned memory, marked.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from core.errors import ConfigError, DeviceLostError
 from core.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from core.sequence import TokenLogprobs
 from engine.batch import Batch, build_batch
-from engine.gpu.device import Device, Mark
+from engine.gpu.device import Device, Mark, loss
 from engine.gpu.graphs import Graphs
 from engine.gpu.model import GpuModel
 from engine.gpu.sampler import Drawn, GpuSampler, one_logprobs, read_sampled
@@ -57,20 +56,14 @@ _PROMPT_TOKENS = (
 Entries = tuple[TokenLogprobs, ...]
 
 
-# What torch and Triton say when a kernel failed: nothing computes on that device any more until the process is another one.
-_LOST = re.compile(r"(CUDA|HIP) error|Triton Error \[(CUDA|HIP)\]")
-
-
 @contextmanager
 def _lost_devices() -> Iterator[None]:
     """Tell the loss of the device, which ends the engine, from what ends a step."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        if _LOST.search(str(error)):
-            raise DeviceLostError(f"the device is lost: {str(error).splitlines()[0]}") from error
+        if why := loss(error):
+            raise DeviceLostError(why) from error
         raise
 
 

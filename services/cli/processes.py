@@ -125,12 +125,12 @@ def _usable_cores(text: str) -> frozenset[int]:
 
 
 def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
+    from engine.backend import step_limits
     from engine.build import build_engine
-    from engine.scheduler import StepLimits
     from services.common.engine_parts import EngineParts
     from services.common.registry import Capacity
 
-    limits = StepLimits(max_batched_tokens=options.max_batched_tokens, max_sequences=options.max_sequences)
+    limits = step_limits(options.device, options.max_batched_tokens, options.max_sequences)
     folder, name = resolve_model(model)
     with progress_bars() as report:
         built = build_engine(
@@ -153,7 +153,7 @@ def _load_engine(model: ModelOptions, options: EngineOptions) -> "EngineParts":
         )
     capacity = Capacity(
         total_blocks=built.pool.num_total,
-        max_sequences=options.max_sequences,
+        max_sequences=limits.max_sequences,
         max_model_len=limit_context(model.max_model_len, built.config.max_context_tokens),
         vocab_size=built.config.vocab_size,
     )

@@ -115,8 +115,12 @@ class EngineOptions:
     swap_memory: str = flag(
         "1GiB", "Host memory for the KV of preempted sequences, taken when needed; 0: it is always computed anew."
     )
-    max_sequences: int = flag(64, "Sequences held at once; more are refused.")
-    max_batched_tokens: int = flag(512, "Tokens computed in one step at most.")
+    max_sequences: int | None = flag(
+        None, "Sequences held at once; more are refused. Default: 64 on a CPU, 256 on a GPU."
+    )
+    max_batched_tokens: int | None = flag(
+        None, "Tokens computed in one step at most. Default: 512 on a CPU, 2048 on a GPU."
+    )
     threads: int = flag(1, "Compute threads.")
     cores: str = flag(
         "", "Cores the engine keeps to, e.g. 0 or 2-5; empty: any. `up` gives each worker its own if it can."
@@ -142,8 +146,9 @@ class EngineOptions:
                 f"kv_bind={self.kv_bind!r}: must be tcp://HOST:PORT or ipc://PATH; port 0 picks a free one"
             )
         for name in ("block_tokens", "max_sequences", "max_batched_tokens", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
         if self.kv_blocks < 0:
             raise ConfigError(f"kv_blocks={self.kv_blocks}: must be 0 (from kv_memory) or more")
 

@@ -6,6 +6,7 @@ router's disappearance, an Abort and a failure all end it through one function, 
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # A step longer than this means a stuck device or thread: the worker says it is not ready until the step returns.
 MAX_STEP_S = 60.0
+# And longer than this, that it will never return: the process ends, and another takes its place.
+MAX_HANG_S = 300.0
 
 
 class WorkerHost(Generic[Detail]):
@@ -210,6 +213,15 @@ class WorkerHost(Generic[Detail]):
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=logprobs_to_pb(output.prompt_logprobs),
         )
+
+    def failure(self) -> str:
+        """Why this process is of no use any more; empty while it is of some."""
+        stalled_s = self.engine.stalled_s()
+        if math.isinf(stalled_s):
+            return "the engine's loop crashed; the log above says why"
+        if stalled_s > MAX_HANG_S:
+            return f"an engine step hangs: it has been running for {stalled_s:.0f} s"
+        return self._parts.memory.failure
 
     def why_unready(self) -> str:
         """Empty when a sequence sent now would be run."""

@@ -5,7 +5,6 @@ Order: HTTP up (alive, not ready) -> model loaded -> gRPC up -> registered (read
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -157,17 +156,17 @@ async def _heartbeat(
 
 
 async def _watch(host: WorkerHost[Any], health_servicer: HealthServicer) -> None:
-    """Keep gRPC's health answer equal to readiness; end the process when its engine has crashed.
+    """Keep gRPC's health answer equal to readiness; end the process when its engine or its device is gone.
 
     Raises:
-        InternalError: the engine's loop is gone; whoever supervises the process starts another.
+        InternalError: why; whoever supervises the process starts another.
     """
-    while not math.isinf(host.engine.stalled_s()):
+    while not (failure := host.failure()):
         is_ready = not host.why_unready()
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         await health_servicer.set("", status)
         await asyncio.sleep(WATCH_S)
-    raise InternalError("the engine's loop crashed; the log above says why")
+    raise InternalError(failure)
 
 
 async def _unless_stopped(build: Coroutine[Any, Any, WorkerParts], stop: asyncio.Event) -> WorkerParts | None:

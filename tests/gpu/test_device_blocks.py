@@ -106,7 +106,7 @@ class BusyDevice(HostDevice):
     def wait_for_incoming(self) -> None:
         self.waits.append(self.stream)
 
-    def mark(self) -> Mark:
+    def mark(self, *, sleeps: bool = False) -> Mark:
         if self.failing is not None and self.stream != "steps":
             raise self.failing
         return Held(self.held.get(self.stream), self.is_waited_for)
@@ -194,14 +194,17 @@ def test_a_step_waits_only_when_something_came_since_the_last(memory: DeviceBloc
     assert busy.waits == ["steps", "steps"], "a block is not overwritten by what came before"
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("CUDA error: unspecified launch failure"), KeyError("a bug")])
+LOST = RuntimeError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize("failure", [LOST, RuntimeError("out of luck"), KeyError("a bug")])
 def test_a_failure_fails_readings_and_the_next_ones_go_on(
     memory: DeviceBlocks, busy: BusyDevice, failure: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     busy.failing = failure
     failed = [Asked(memory, [0]) for _ in range(5)]
     for one in failed:
-        assert one.error() in ("CUDA error: unspecified launch failure", "'a bug'")
+        assert one.error() == str(failure)
         assert list(one.reading.parts) == []
         one.reading.release()
     busy.failing = None
@@ -209,12 +212,56 @@ def test_a_failure_fails_readings_and_the_next_ones_go_on(
     one.wait()
     one.reading.release()
     assert "could not be read" in caplog.text
+    assert memory.failure == (f"the device is lost: {LOST}" if failure is LOST else "")
 
 
-def test_a_write_that_fails_is_an_error_of_its_transfer(memory: DeviceBlocks, busy: BusyDevice) -> None:
-    busy.failing = RuntimeError("CUDA error: unspecified launch failure")
-    with pytest.raises(TransferError, match="launch failure"):
+@pytest.mark.parametrize("failure", [LOST, RuntimeError("out of luck")])
+def test_a_write_that_fails_is_an_error_of_its_transfer(
+    memory: DeviceBlocks, busy: BusyDevice, failure: Exception
+) -> None:
+    busy.failing = failure
+    with pytest.raises(TransferError, match=str(failure)):
         memory.write([0], some_bytes(memory, 1))
+    assert memory.failure == (f"the device is lost: {LOST}" if failure is LOST else "")
+
+
+@pytest.fixture
+def failing_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("engine.gpu.memory._Lane.scatter", fail)
+    monkeypatch.setattr("engine.gpu.memory._Lane.gather", fail)
+
+
+def test_a_slot_of_a_failed_reading_is_free_once_the_device_is_done_with_it(
+    memory: DeviceBlocks, busy: BusyDevice, failing_half_way: None
+) -> None:
+    done = busy.hold("outgoing")
+    reading = Asked(memory, [0])
+    assert busy.is_waited_for.wait(WITHIN_S)
+    assert not reading.reading.is_ready
+    done.set()
+    assert "out of luck" in reading.error()
+
+
+def test_a_slot_of_a_failed_write_is_free_once_the_device_is_done_with_it(
+    memory: DeviceBlocks, busy: BusyDevice, failing_half_way: None
+) -> None:
+    def write() -> None:
+        with pytest.raises(TransferError, match="out of luck"):
+            memory.write([0], some_bytes(memory, 1))
+
+    done = busy.hold("incoming")
+    for _ in range(2):
+        write()
+    third = threading.Thread(target=write)
+    third.start()
+    assert busy.is_waited_for.wait(WITHIN_S)
+    assert third.is_alive()
+    done.set()
+    third.join(WITHIN_S)
+    assert not third.is_alive()
 
 
 def test_closing_fails_what_is_not_ready(busy: BusyDevice) -> None:

@@ -56,26 +56,28 @@ def cases(*quick: str) -> list[Any]:
 def test_logits_are_those_of_transformers(
     case: Case, tmp_path: Path, device: torch.device, poisoned_empty: None
 ) -> None:
-    check_logits(case, tmp_path, device, deterministic=False)
+    check_logits(case, tmp_path, device, [(5, 1, 13)], deterministic=False)
 
 
 @pytest.mark.parametrize("case", cases("qwen2-window"))
 def test_deterministic_logits_are_too_and_the_same_bits_however_a_prompt_is_cut(
     case: Case, tmp_path: Path, device: torch.device, poisoned_empty: None
 ) -> None:
-    check_logits(case, tmp_path, device, deterministic=True)
+    check_logits(case, tmp_path, device, [(NUM_TOKENS,), (5, 1, 13)], deterministic=True)
 
 
 @torch.inference_mode()
-def check_logits(case: Case, tmp_path: Path, device: torch.device, *, deterministic: bool) -> None:
-    """Whole and in pieces, over a cache that holds NaN where nothing was written."""
+def check_logits(
+    case: Case, tmp_path: Path, device: torch.device, all_cuts: list[tuple[int, ...]], *, deterministic: bool
+) -> None:
+    """The prompt in pieces of these lengths, the last one taking the rest, over a cache of NaN."""
     reference = random_model(case)
     reference.save_pretrained(tmp_path)
     prompt = prompt_ids()[:NUM_TOKENS]
     expected = reference(torch.tensor([prompt])).logits[0]
     model = load_gpu_model(tmp_path, find_device(device), deterministic=deterministic)
     first: torch.Tensor | None = None
-    for cuts in ([NUM_TOKENS], [5, 1, 13]):
+    for cuts in all_cuts:
         cache = poisoned_cache(tmp_path, "float32", device)
         logits = chunked_logits(model, cache, prompt, list(cuts)).cpu()
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4, msg=lambda m, c=cuts: f"cut {c}: {m}")

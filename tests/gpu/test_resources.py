@@ -139,8 +139,9 @@ def test_a_table_with_too_few_or_too_many_variants_is_told() -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     results = {_KEY: _compiled(), _KEY._replace(arch="gfx942", label="d64-bf16-m16"): _compiled(40, 3, False, 2)}
-    resources.write(results, "3.9", tmp_path / "table.json", tmp_path / "table.md")
-    assert resources.read(tmp_path / "table.json") == ("3.9", results)
+    committed = resources.Committed("3.9", {"op": "1234", "other": "5678"}, results)
+    resources.write(committed, tmp_path / "table.json", tmp_path / "table.md")
+    assert resources.read(tmp_path / "table.json") == committed
     text = (tmp_path / "table.md").read_text()
     assert "with Triton 3.9" in text
     assert "| 32, 1 KiB, 32/64" in text

@@ -1,13 +1,17 @@
 """Workers and links that fail: answers go on elsewhere exactly where they stopped, or end with a status. Nothing leaks."""
 
 import asyncio
+import math
+import time
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from core.errors import InternalError
 from services.common.options import RouterLimits
+from services.common.worker_host import MAX_HANG_S
 from tests.integration.conftest import MakeStack
 from tests.local_client import Answered, collect, generate
 from tests.local_stack import Stack, Worker
@@ -105,6 +109,36 @@ async def test_a_step_that_fails_ends_its_own_requests_only(stack: Stack, role: 
     assert "secret" not in (failed.value.details() or "")
     assert (await stack.router.answer(prompt=good)).tokens == expected(good, 8)
     await stack.until_idle()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("how", ["crashes", "hangs", "loses its memory"])
+async def test_a_worker_that_is_of_no_use_any_more_ends_and_another_goes_on(
+    make_stack: MakeStack, role: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_stack(prefills=2, decodes=2) as stack:
+        workers = stack.prefills if role == "prefill" else stack.decodes
+        for worker in workers:
+            worker.gate.close()
+        call = asyncio.create_task(stack.router.answer(prompt=PROMPT, max_tokens=20))
+        await eventually(lambda: any(worker.gate.is_holding for worker in workers))
+        ended = next(worker for worker in workers if worker.gate.is_holding)
+        if how == "crashes":
+            monkeypatch.setattr(ended.engine.loop, "_step_started", -math.inf)
+        elif how == "hangs":
+            monkeypatch.setattr(ended.engine.loop, "_step_started", time.monotonic() - MAX_HANG_S - 1)
+        else:
+            monkeypatch.setattr(ended.engine.memory, "failure", "the device is lost", raising=False)
+        for worker in workers:
+            if worker is not ended:
+                worker.gate.open()
+        assert (await call).tokens == expected(PROMPT, 20)
+        ended.gate.open()  # a thread of this process, too
+        assert ended.task is not None
+        await asyncio.wait([ended.task])
+        with pytest.RaisesGroup(pytest.RaisesExc(InternalError, match="crashed|hangs|lost"), flatten_subgroups=True):
+            await ended.task
+        await stack.until_idle()
 
 
 async def test_after_a_cut_transfer_the_next_ones_succeed(stack: Stack) -> None:

@@ -251,6 +251,38 @@ def test_a_pool_that_breaks_is_told_to_every_sequence(monkeypatch: pytest.Monkey
     parts.loop.stop()
 
 
+@pytest.mark.parametrize("has_crashed", [False, True])
+def test_stopping_leaves_a_hanging_step_behind(
+    parts: ScriptedEngine, has_crashed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_over, plans = threading.Event(), list[StepPlan]()
+
+    class Hanging:
+        is_ahead = True
+
+        def results(self) -> list[Sampled]:
+            is_over.wait(WAIT_S)
+            return [Sampled(1) for _ in plans[0].chunks]
+
+    class Hangs:
+        def launch(self, plan: StepPlan) -> Hanging:
+            plans.append(plan)
+            if has_crashed and len(plans) == 2:
+                raise DeviceLostError("the device is lost")
+            return Hanging()
+
+    loop, recorder = loop_of(parts, runner=Hangs(), max_last_step_s=0.05), Recorder()
+    loop.start(recorder)
+    loop.submit(spec(parts, "one", [1, 2]))
+    wait_until(lambda: len(plans) == 2, "the second step")
+    loop.stop()
+    assert "hangs and is left behind" in caplog.text
+    is_over.set()
+    recorder.end_of("one")
+    loop.stop()
+    assert_all_returned(parts.pool, recorder)
+
+
 def test_a_lost_device_ends_the_engine_so_that_another_process_takes_over(parts: ScriptedEngine) -> None:
     class LosesItsDevice:
         def launch(self, plan: StepPlan) -> Done:
