@@ -101,10 +101,11 @@ def step_limits(device: str, max_batched_tokens: int | None, max_sequences: int 
         ConfigError: no such device here, or limits that do not go together.
     """
     is_gpu = find_place(device).type != "cpu"
-    return StepLimits(
-        max_batched_tokens=(2048 if is_gpu else 512) if max_batched_tokens is None else max_batched_tokens,
-        max_sequences=(256 if is_gpu else 64) if max_sequences is None else max_sequences,
-    )
+    if max_sequences is None:
+        max_sequences = 256 if is_gpu else 64
+    if max_batched_tokens is None:
+        max_batched_tokens = max(2048 if is_gpu else 512, max_sequences)
+    return StepLimits(max_batched_tokens=max_batched_tokens, max_sequences=max_sequences)
 
 
 def load_backend(

@@ -270,8 +270,8 @@ def _config(arch: Arch, dtype: torch.dtype, dim: int) -> Config:
 @functools.cache
 def _per_multiprocessor(arch: Arch, dtype: torch.dtype, dim: int) -> int:
     """Programs at one time: as many as find room, but no more than it takes to hide each other's waits."""
-    if arch is GFX942:
-        return 3 if dim <= 128 else 2  # of its registers
+    if arch is GFX942:  # its registers, or for wide rows of float32 its shared memory, have room for
+        return 2 if dim > 128 else 1 if dtype == torch.float32 and dim > 64 else 3
     config, width = _config(arch, dtype, dim), round_up_to_power_of_2(dim)
     block_n, stages = config.tiles["BLOCK_N"], config.num_stages - 1
     shared_bytes = (stages * 2 * block_n * width + 16 * width + 16 * block_n) * dtype.itemsize + (1 << 10)

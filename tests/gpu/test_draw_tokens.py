@@ -16,6 +16,7 @@ from core.sampling import SamplingParams, uniform_draw
 from engine.draw import Row, draw
 from kernels.gpu.draw_tokens import MAX_VOCAB, _uniform, draw_tokens, draw_tokens_ref
 from kernels.gpu.variant import Config
+from tests.logit_rows import logits_of
 
 INF, NAN = math.inf, math.nan
 BORDER = 1e-5
@@ -47,28 +48,6 @@ FILTERS: list[dict[str, float]] = [
     {"min_p": 0.1, "top_p": 0.8},
     {"min_p": 1e-300, "top_k": 3},
 ]
-
-
-def logits_of(shape: str, size: int, seed: int) -> Row:
-    rng = np.random.default_rng(seed)
-    row = rng.normal(0.0, 3.0, size)
-    if shape == "peaked":
-        row[rng.integers(0, size, 20)] += 18.0
-    elif shape == "flat":
-        row *= 0.05
-    elif shape == "equal":
-        row[:] = -3.5
-    elif shape == "ties":
-        row = np.round(row) * 2.0
-    elif shape == "holes":
-        row[rng.random(size) < 0.9] = -math.inf
-        row[size // 2] = 1.0
-    elif shape == "steep":
-        row = -np.arange(size) / 50.0
-    elif shape == "signs":
-        row = np.where(rng.random(size) < 0.5, -0.0, 0.0) * 1.0
-        row[::3] = 1e-3
-    return row.astype(np.float32)
 
 
 def params_of(filters: dict[str, float]) -> SamplingParams:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,8 @@ from bench.kernels import resources
 from bench.kernels.ahead_of_time import Compiled, Key
 from bench.kernels.compiler import parse_amdgcn, parse_ptxas
 from bench.kernels.occupancy import Resources, resident_programs
-from kernels.gpu.variant import ARCHS, GFX942, SM_80, SM_90, SM_100, Arch
+from kernels.gpu.decode_attention import _per_multiprocessor
+from kernels.gpu.variant import ARCHS, GFX942, SM_80, SM_90, SM_100, TRITON_TYPES, Arch
 
 
 def _used(registers: int, warps: int, shared_kib: float = 0, columns: int = 0, scalars: int = 0) -> Resources:
@@ -146,3 +148,12 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert "with Triton 3.9" in text
     assert "| 32, 1 KiB, 32/64" in text
     assert "(40, 1 KiB, 8/32, SPILLS 3)" in text
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_decode_attention_launches_no_more_programs_than_run_at_once(arch: Arch, dim: int, dtype: torch.dtype) -> None:
+    key = Key(arch.name, "decode_attention", "_decode_attention_kernel", f"d{dim}-{TRITON_TYPES[dtype]}")
+    resident = resources.read().results[key].programs
+    assert min(resident, 2) <= _per_multiprocessor(arch, dtype, dim) <= resident

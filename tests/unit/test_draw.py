@@ -8,28 +8,10 @@ import pytest
 from core.sampling import SamplingParams
 from engine.backend import load_weigh
 from engine.draw import FLOAT32_ERROR, Row, Weigh, draw, top_tokens
+from tests.logit_rows import logits_of
 from tests.unit.native import built_library
 
 SHAPES = ["peaked", "flat", "equal", "ties", "holes", "steep"]
-
-
-def logits_of(shape: str, size: int, seed: int) -> Row:
-    rng = np.random.default_rng(seed)
-    row = rng.normal(0.0, 3.0, size)
-    if shape == "peaked":
-        row[rng.integers(0, size, 20)] += 18.0
-    elif shape == "flat":
-        row *= 0.05
-    elif shape == "equal":
-        row[:] = -3.5
-    elif shape == "ties":
-        row = np.round(row) * 2.0
-    elif shape == "holes":
-        row[rng.random(size) < 0.9] = -math.inf
-        row[size // 2] = 1.0
-    elif shape == "steep":
-        row = -np.arange(size) / 50.0
-    return row.astype(np.float32)
 
 
 @pytest.fixture(params=["torch", "native"])
