@@ -2,7 +2,8 @@
 # Everything that only a GPU can tell, in under 8 minutes on a machine that has one: compiles the kernels, runs their tests on
 # the device, times them, and prints one table last. Exits with 1 if a test fails, a result is wrong or a target is missed.
 #
-# Needs a python3 with torch, triton, numpy, pytest and hypothesis; no network, and Baton need not be installed.
+# Needs a python3 with torch, triton, numpy, pytest and hypothesis; no network, and Baton need not be installed. Without
+# pytest-asyncio the tests of transfers are left out.
 # PYTHON: the interpreter. OUT: a folder for logs and the JSON lines; else a temporary one.
 # Without a GPU it says so, compiles a few kernels and exits with 0: that it works can be seen anywhere.
 set -u
@@ -48,7 +49,7 @@ for file in tests/gpu/test_*.py; do
     name=$(basename "$file" .py)
     [ "$name" = test_ahead_of_time ] && continue
     timeout "$limit" "$PYTHON" -m pytest "$file" -q -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider \
-        -o addopts= -o "markers=$MARKERS" --hypothesis-profile=ci -m "not slow" >"$OUT/$name.txt" 2>&1 &
+        -o addopts= -o asyncio_mode=auto -o "markers=$MARKERS" --hypothesis-profile=ci -m "not slow" >"$OUT/$name.txt" 2>&1 &
     running[$name]=$!
 done
 for name in "${!running[@]}"; do

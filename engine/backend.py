@@ -85,7 +85,15 @@ def find_place(name: str) -> torch.device:
         return torch.device("cpu")
     if find_spec("triton") is None:
         raise ConfigError("device=cuda: needs triton, which a torch built for CUDA or ROCm brings; pip install triton")
-    return torch.device("cuda")
+    from kernels.gpu.variant import why_unfit  # not above: a worker on a CPU needs no triton
+
+    place = torch.device("cuda")
+    if unfit := why_unfit(place):
+        raise ConfigError(
+            f"device={name}: {torch.cuda.get_device_name(place)} has {unfit}; Baton's kernels are for A100, H100, B200, MI300 "
+            "and their like. Use --device cpu"
+        )
+    return place
 
 
 def step_limits(device: str, max_batched_tokens: int | None, max_sequences: int | None) -> StepLimits:

@@ -103,11 +103,10 @@ class EngineLoop:
         self._listener: StepListener | None = None
         self._in_flight: InFlight | None = None
         self._settled_at = -math.inf
-        self._ending: dict[
-            Sequence, tuple[SequenceOutput, ...]
-        ] = {}  # ended, but a step computes them; and their last words
+        # Ended, but a step computes them; and their last words.
+        self._ending: dict[Sequence, tuple[SequenceOutput, ...]] = {}
         self._thread: threading.Thread | None = None
-        self._step_started: float | None = None  # None: no step runs
+        self._step_started: float | None = None  # None: nothing waits for the device
 
     def start(self, listener: StepListener) -> None:
         """Begin. `listener` is called in the engine's thread after every step; it must not block.
@@ -218,23 +217,24 @@ class EngineLoop:
         if step is None:
             return False
         results: list[Sampled] | str
-        self._step_started = step.started
         try:
-            results = step.launched.results()
+            with self._at_device(step.started):
+                results = step.launched.results()
             assert len(results) == len(step.plan.chunks), f"{len(results)} results for {len(step.plan.chunks)} chunks"
         except DeviceLostError:
             raise
         except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
             logger.exception("engine step of %d chunks failed", len(step.plan.chunks))
             results = explain(error)
-        self._step_started = None
         step_s = self._clock() - max(step.started, self._settled_at)
         self._settled_at = self._clock()
         self._news += self._intake(self._inbox.take(wait=False))
         if isinstance(results, str):
             results = [Sampled(None, error=results)] * len(step.plan.chunks)
         else:
-            self._measure(step.counts["num_prompt_tokens"] + step.counts["num_recomputed_tokens"], step_s)
+            num_tokens = step.counts["num_prompt_tokens"] + step.counts["num_recomputed_tokens"]
+            if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
+                self._rates.note_computed(num_tokens, step_s)
         self._news += self._advance(step.plan, results)
         if self._news or step.plan.preempted:
             self._tell(step.counts, step_s)
@@ -273,11 +273,12 @@ class EngineLoop:
             if not plan.preempted or self._in_flight is None:
                 break
             self._settle()  # those that yield must be known first, and what ends may make it needless
-        if plan.preempted:
-            self._holdings.save(plan)
-            with self._pool:
-                num_looked_up, num_found = self._holdings.apply(plan)
-        self._holdings.load(plan)
+        with self._at_device(self._clock()):
+            if plan.preempted:
+                self._holdings.save(plan)
+                with self._pool:
+                    num_looked_up, num_found = self._holdings.apply(plan)
+            self._holdings.load(plan)
         if 0 < len(plan.chunks) < len(self._live):
             in_step = {id(chunk.sequence) for chunk in plan.chunks}
             for sequence in live:
@@ -295,27 +296,31 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan, counts: dict[str, int]) -> InFlight | None:
         """Give a plan to the runner; None when that failed, which ends the sequences of this plan and no other."""
-        self._step_started = started = self._clock()
+        started = self._clock()
         try:
-            launched = self._runner.launch(plan)
+            with self._at_device(started):
+                launched = self._runner.launch(plan)
         except DeviceLostError:
             raise
         except Exception as error:  # whatever else a step raises, it concerns the sequences of that step only
             logger.exception("engine step of %d chunks failed", len(plan.chunks))
             reason = explain(error)
             self._settle()
-            self._step_started = None
             self._news += self._intake(self._inbox.take(wait=False))
             self._news += self._fail(plan, reason)
             return None
-        self._step_started = None
         for chunk in plan.chunks:
             go_ahead(chunk)
         return InFlight(plan, launched, counts, started)
 
-    def _measure(self, num_tokens: int, step_s: float) -> None:
-        if num_tokens >= _MIN_MEASURED_TOKENS and step_s > 0:
-            self._rates.note_computed(num_tokens, step_s)
+    @contextlib.contextmanager
+    def _at_device(self, since: float) -> Iterator[None]:
+        """Whatever may wait for the device: `stalled_s` tells when it does not return."""
+        self._step_started = since
+        try:
+            yield
+        finally:
+            self._step_started = None
 
     def _intake(self, messages: list[Message]) -> Iterator[SequenceOutput]:
         """Add and abort sequences; the outputs are of those that this ended."""

@@ -56,9 +56,7 @@ class Sampled(NamedTuple):
 
     token_id: int | None  # None: the chunk does not reach the newest token, or failed
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # of the chunk's prompt tokens; the first token of a prompt has none
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the chunk's prompt tokens; the first of a prompt has none
     error: str = ""  # ends this sequence alone
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every torch reader knows
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -197,15 +198,18 @@ class PrefillAttention(_Attention):
         layers, tables = self._layers(make, count)
         first_blocks = _firsts(make, self.num_sequences, self._num_blocks)
         first_rows = _firsts(make, self.num_sequences, self._num_rows)
-        starts = np.full(self.num_sequences, self.num_tokens - self._num_rows, np.int32)
+        starts = _on(self._starts(), make.device)
         rows = tile_rows(arch_of(make.device), self.dtype, self.dim, self.num_heads // self.num_kv_heads)
         for kv in layers:
             q = make.normal(self.num_sequences * self._num_rows, self.num_heads, self.dim, dtype=self.dtype)
-            yield q, kv, tables, first_blocks, first_rows, _on(starts, make.device), self._tiles(rows, make.device)
+            yield q, kv, tables, first_blocks, first_rows, starts, self._tiles(rows, make.device)
+
+    def _starts(self) -> NDArray[np.int32]:
+        return np.full(self.num_sequences, self.num_tokens - self._num_rows, np.int32)
 
     def _tiles(self, rows: int, device: torch.device) -> Tensor:
         first_rows = np.arange(self.num_sequences + 1, dtype=np.int32) * self._num_rows
-        return _on(prefill_tiles(first_rows, rows), device)
+        return _on(prefill_tiles(first_rows, rows, self._starts()), device)
 
     def adapted(self, inputs: Inputs, config: Config) -> Inputs:
         rows = config.tiles["BLOCK_M"] // packed_heads(self.num_heads // self.num_kv_heads)

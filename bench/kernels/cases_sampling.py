@@ -58,7 +58,7 @@ class DrawTokens(Case):
             each(self.top_k, torch.int32),
             each(self.top_p, torch.float64),
             make.integers(0, 1 << 40, self.num_rows, dtype=torch.int64),
-            make.integers(0, 1000, self.num_rows, dtype=torch.int64),
+            make.integers(0, 1000, self.num_rows, dtype=torch.int32),
         )
 
     def call(self, inputs: Inputs, config: Config | None) -> Outputs:

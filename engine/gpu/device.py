@@ -4,34 +4,24 @@ The CPU stands in for a GPU in tests: every launch is done when it returns, and 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
-
 # What torch and Triton say when a kernel failed: nothing computes on that device any more until the process is another one.
 _LOST = re.compile(r"(CUDA|HIP) error|Triton Error \[(CUDA|HIP)\]")
+# But not where memory was asked for and there was none.
+_FULL = re.compile(r"out of memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 class Mark(Protocol):
     """A place in the order of what a device does."""
 
-    def is_reached(self) -> bool:
-        """Whether everything launched before is done."""
-
     def wait(self) -> None:
-        """Block the calling thread until it is."""
-
-
-class Captured(NamedTuple, Generic[T]):
-    """A sequence of launches that can be repeated with one call, on the same memory."""
-
-    replay: Callable[[], None]
-    result: T  # what the launches write, the same tensors each time
+        """Block the calling thread until everything launched before is done."""
 
 
 class Device(Protocol):
@@ -59,11 +49,14 @@ class Device(Protocol):
     def wait_for_incoming(self) -> None:
         """What is launched from here on, in the current stream, begins after what `incoming` has been given so far."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Captured[Tensor]:
-        """Record the launches of `run`, after running it once."""
+    def send(self, values: Sequence[int]) -> Tensor:
+        """[n] int32 with these values, for what is launched next; the calling thread does not wait for the device."""
 
-    def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What repeats the launches of `run` with one call, on the same memory; `run` is called too."""
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes: (free, total, held by tensors of this process and by torch for its next ones)."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Most bytes that tensors take at once while `run` computes, beyond those alive before."""
@@ -102,7 +95,11 @@ class CudaDevice:
     def wait_for_incoming(self) -> None:
         torch.cuda.current_stream(self.place).wait_stream(self._incoming)
 
-    def capture(self, run: Callable[[], Tensor]) -> Captured[Tensor]:
+    def send(self, values: Sequence[int]) -> Tensor:
+        # Torch keeps pinned memory until what reads it is done.
+        return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(self.place, non_blocking=True)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self.place)
         self._capturing.wait_stream(current)
         with torch.cuda.stream(self._capturing):
@@ -110,12 +107,12 @@ class CudaDevice:
         current.wait_stream(self._capturing)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
-            result = run()
+            run()
         self._pool = graph.pool()
-        return Captured(graph.replay, result)
+        return graph.replay
 
-    def memory(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.place)
+    def memory(self) -> tuple[int, int, int]:
+        return *torch.cuda.mem_get_info(self.place), torch.cuda.memory_reserved(self.place)
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.place)
@@ -140,9 +137,6 @@ class _Event:
     def record(self) -> None:
         self._event.record(torch.cuda.current_stream(self._place))
 
-    def is_reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> None:
         self._event.synchronize()
 
@@ -152,11 +146,13 @@ class HostDevice:
 
     Args:
         num_bytes: of memory to pretend.
+        held_bytes: of them that this process has taken.
     """
 
-    def __init__(self, num_bytes: int = 1 << 30) -> None:
+    def __init__(self, num_bytes: int = 1 << 30, held_bytes: int = 0) -> None:
         self.place = torch.device("cpu")
         self._num_bytes = num_bytes
+        self._held_bytes = held_bytes
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -173,12 +169,15 @@ class HostDevice:
     def wait_for_incoming(self) -> None:
         """Every launch is done when it returns."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Captured[Tensor]:
-        result = run()
-        return Captured(lambda: _copy_into(result, run()), result)
+    def send(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
 
-    def memory(self) -> tuple[int, int]:
-        return self._num_bytes, self._num_bytes
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    def memory(self) -> tuple[int, int, int]:
+        return self._num_bytes - self._held_bytes, self._num_bytes, self._held_bytes
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         run()
@@ -189,20 +188,13 @@ class HostDevice:
 
 
 class _Reached:
-    def is_reached(self) -> bool:
-        return True
-
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
-def _copy_into(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
 def loss(error: RuntimeError) -> str:
     """Why the device will never compute again; empty when this is an error that it survives."""
-    is_loss = not isinstance(error, torch.OutOfMemoryError) and _LOST.search(str(error))
+    is_loss = _LOST.search(str(error)) and not _FULL.search(str(error))
     return f"the device is lost: {str(error).splitlines()[0]}" if is_loss else ""
 
 

@@ -57,9 +57,8 @@ class Graphs:
             [rows, vocab] float32, the logits of all its tokens, overwritten by the next step; None where no bucket holds it.
         """
         graph = next((one for one in self._graphs if len(one.logits) >= batch.num_tokens), None)
-        is_decode = (
-            batch.num_decodes == batch.num_sequences == len(batch.outputs)
-        )  # a cut prompt's single token gives none
+        # A cut prompt's single token gives no output.
+        is_decode = batch.num_decodes == batch.num_sequences == len(batch.outputs)
         if graph is None or not is_decode:
             return None
         self._model.stage_into(graph.bucket, batch)
@@ -71,9 +70,8 @@ def _capture(model: GpuModel, cache: Tensor, device: Device, logits: Tensor) -> 
     bucket = model.bucket(len(logits))
     model.stage_into(bucket, NO_TOKENS)
 
-    def run() -> Tensor:
+    def run() -> None:
         # All graphs write to the same rows: what a graph makes itself it keeps for good.
-        return logits.copy_(model.logits(model.compute(bucket.step, cache)).rows)
+        logits.copy_(model.logits(model.compute(bucket.step, cache)).rows)
 
-    captured = device.capture(run)
-    return _Graph(bucket, captured.replay, captured.result)
+    return _Graph(bucket, device.capture(run), logits)

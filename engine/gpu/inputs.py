@@ -12,12 +12,15 @@ from engine.gpu.device import Device, Mark
 from kernels.gpu.decode_attention import decode_items
 from kernels.gpu.prefill_attention import prefill_tiles
 
-_ALIGN = (
-    4  # integers: a section begins at 16 bytes, so that every launch sees the same alignment and none compiles anew
-)
+# Integers: a section begins at 16 bytes, so that every launch sees the same alignment and none compiles anew.
+_ALIGN = 4
 _NUM_HOST_BUFFERS = 3  # the one being filled, and those the device may still read
 
 Window = int | None
+
+
+_OF_ROWS = ("token_ids", "blocks", "offsets", "angle_rows", "positions", "prompt_lens")
+_AS_SENT = (*_OF_ROWS, "starts", "first_rows", "first_blocks", "tables", "outputs")  # what a `Step` has by these names
 
 
 class Sections:
@@ -107,7 +110,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many of each a step has, or may have where it is captured once and filled many times."""
+    """How many of each a step may have: one that is captured once and filled many times, or the largest."""
 
     num_rows: int
     num_decodes: int
@@ -119,13 +122,7 @@ class StepShape:
 
     def sections(self, windows: Sequence[Window]) -> Sections:
         """Where each array lies. The tables come last: they are the longest, and seldom as long as they may be."""
-        sizes = {
-            "token_ids": self.num_rows,
-            "blocks": self.num_rows,
-            "offsets": self.num_rows,
-            "angle_rows": self.num_rows,
-            "positions": self.num_rows,
-            "prompt_lens": self.num_rows,
+        sizes = dict.fromkeys(_OF_ROWS, self.num_rows) | {
             "starts": self.num_sequences,
             "first_rows": self.num_sequences + 1,
             "first_blocks": self.num_sequences + 1,
@@ -138,23 +135,13 @@ class StepShape:
         return Sections(sizes | {"tables": self.num_blocks})
 
 
-def step_views(shape: StepShape, sections: Sections, stager: Stager, windows: Sequence[Window]) -> Step:
+def step_views(num_decodes: int, sections: Sections, stager: Stager, windows: Sequence[Window]) -> Step:
     """The step that lies in a stager's buffer."""
     views = stager.views(sections)
     return Step(
-        num_decodes=shape.num_decodes,
-        token_ids=views["token_ids"],
-        blocks=views["blocks"],
-        offsets=views["offsets"],
-        angle_rows=views["angle_rows"],
-        positions=views["positions"],
-        prompt_lens=views["prompt_lens"],
-        starts=views["starts"],
-        first_rows=views["first_rows"],
-        first_blocks=views["first_blocks"],
-        tables=views["tables"],
+        num_decodes=num_decodes,
         tiles=views["tiles"].view(-1, 2),
-        outputs=views["outputs"],
+        **{name: views[name] for name in _AS_SENT},
         works={
             window: Work(
                 views[f"items {window}"].view(-1, 3), views[f"first_items {window}"], views[f"num_items {window}"]
@@ -217,19 +204,6 @@ def step_arrays(
     return arrays | {"tables": batch.tables}
 
 
-def shape_of(arrays: Mapping[str, Ints], windows: Sequence[Window], num_decodes: int) -> StepShape:
-    """The shape whose sections the arrays fill."""
-    return StepShape(
-        num_rows=len(arrays["token_ids"]),
-        num_decodes=num_decodes,
-        num_sequences=len(arrays["starts"]),
-        num_blocks=len(arrays["tables"]),
-        num_tiles=len(arrays["tiles"]) // 2,
-        num_items=max(len(arrays[f"items {window}"]) for window in windows) // 3,
-        num_outputs=len(arrays["outputs"]),
-    )
-
-
 def _padded(values: Ints, size: int, filler: int) -> Ints:
     if len(values) == size:
         return values
@@ -240,14 +214,14 @@ def _padded(values: Ints, size: int, filler: int) -> Ints:
 
 _NONE = np.empty(0, np.int32)
 _BEGIN = np.zeros(1, np.int32)
-NO_TOKENS = Batch(  # all padding
+NO_TOKENS = Batch(  # all padding; the first row's tile looks at a block all the same
     token_ids=_NONE,
     num_decodes=0,
     num_positions=0,
     starts=_NONE,
     first_rows=_BEGIN,
     prompt_lens=_NONE,
-    tables=_NONE,
+    tables=_BEGIN,
     first_blocks=_BEGIN,
     outputs=_NONE,
 )

@@ -12,7 +12,7 @@ from engine.gpu.device import Device
 from engine.gpu.memory import DeviceBlocks
 from engine.gpu.model import GpuLimits, GpuModel
 from engine.gpu.runner import GpuRunner
-from engine.kv_cache import DTYPES, KVCache
+from engine.kv_cache import KVCache
 from engine.plan import Chunk, StepPlan
 from engine.warm_up import in_block_0
 from engine.weights import WeightReader
@@ -53,7 +53,7 @@ def load_gpu(
         limits: of any step.
         num_blocks: how many blocks, or
         kv_memory_bytes: memory to fill with them; both None: what is left of
-        memory_share: of the device's memory, after weights and the largest step.
+        memory_share: of the device's memory that this process takes, the weights and the largest step included.
         deterministic: a row's result is the same bits in any batch.
         quantization: of the weights.
     Raises:
@@ -75,17 +75,17 @@ def load_gpu(
 
 def _bytes_left(model: GpuModel, device: Device, layout: KVLayout, memory_share: float) -> int:
     """Memory for KV blocks, measured by running the largest step over a cache of one block."""
-    shape = (1, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-    runner = GpuRunner(model, torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device.place), device, _nothing)
+    runner = GpuRunner(model, KVCache(layout, 1, device.place).tensor, device, before_step=lambda: None)
     step_bytes = device.peak_bytes(lambda: runner.run(StepPlan(tuple(_largest_chunks(model.limits)))))
-    free, total = device.memory()
+    free, total, held = device.memory()
     # CUDA graphs keep as much as a step needs to themselves, the logits they share, and something for each.
     graph_bytes = step_bytes + 4 * model.limits.max_sequences * model.config.vocab_size + _GRAPH_BYTES
-    left = free - step_bytes - graph_bytes - round((1 - memory_share) * total)
+    left = min(free, round(memory_share * total) - held) - step_bytes - graph_bytes
     if left < layout.block_bytes:
         raise ConfigError(
-            f"gpu_memory_share={memory_share}: {free >> 20} of {total >> 20} MiB are free after loading, and a step may "
-            f"need {step_bytes >> 20}; that leaves no KV block. Raise it, or lower max_batched_tokens or max_sequences"
+            f"gpu_memory_share={memory_share}: of {total >> 20} MiB the model takes {held >> 20}, {free >> 20} are free, "
+            f"and steps may need {(step_bytes + graph_bytes) >> 20}; that leaves no KV block. Raise it, end what else uses "
+            "the device, or lower max_batched_tokens or max_sequences"
         )
     return left
 
@@ -95,7 +95,3 @@ def _largest_chunks(limits: GpuLimits) -> list[Chunk]:
     num_tokens = min(limits.max_rows // limits.max_sequences, limits.max_context_tokens - 1)
     sampling = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
     return [in_block_0(max(num_tokens, 1), limits.block_tokens, sampling) for _ in range(limits.max_sequences)]
-
-
-def _nothing() -> None:
-    """No KV comes from elsewhere."""

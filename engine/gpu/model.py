@@ -21,7 +21,7 @@ from torch import Tensor
 from core.model_config import ModelConfig
 from engine.batch import Batch, Ints, Logits
 from engine.gpu.device import Device
-from engine.gpu.inputs import Sections, Stager, Step, StepShape, Window, shape_of, step_arrays, step_views
+from engine.gpu.inputs import Sections, Stager, Step, StepShape, Window, step_arrays, step_views
 from engine.rope import RotaryEmbedding
 from engine.weights import EMBEDDING, LayerProjections, Projection, WeightReader
 from kernels.gpu.add_rms_norm import add_rms_norm
@@ -127,10 +127,9 @@ class GpuModel:
         """Send a batch to the device as it is."""
         num_decodes = 0 if self._is_deterministic else batch.num_decodes
         arrays = self._arrays(batch, batch.num_tokens, num_decodes)
-        shape = shape_of(arrays, self.windows, num_decodes)
-        sections = shape.sections(self.windows)
+        sections = Sections({name: len(values) for name, values in arrays.items()})
         self._stager.put(sections, arrays)
-        step = step_views(shape, sections, self._stager, self.windows)
+        step = step_views(num_decodes, sections, self._stager, self.windows)
         self._set_angles(step)
         return step
 
@@ -138,7 +137,7 @@ class GpuModel:
         """The place of every step of up to `num_rows` single tokens: always the same memory, to capture launches on."""
         shape = self._shape_of_bucket(num_rows)
         sections = shape.sections(self.windows)
-        return Bucket(num_rows, sections, step_views(shape, sections, self._stager, self.windows))
+        return Bucket(num_rows, sections, step_views(shape.num_decodes, sections, self._stager, self.windows))
 
     def stage_into(self, bucket: Bucket, batch: Batch) -> None:
         """Send a batch of single tokens into a bucket, padded."""

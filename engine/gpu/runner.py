@@ -46,12 +46,8 @@ _SAMPLINGS = (  # every kernel of sampling once, so that none is compiled for a 
     ),
 )
 
-_PROMPT_TOKENS = (
-    1,
-    17,
-    65,
-    1 << 20,
-)  # products of few rows have other tiles than those of many; the last: all there may be
+# Products of few rows have other tiles than those of many; the last is as many as there may be.
+_PROMPT_TOKENS = (1, 17, 64, 65, 1 << 20)
 
 Entries = tuple[TokenLogprobs, ...]
 
@@ -101,9 +97,10 @@ class GpuRunner:
             ) from error
         warm_up(self.run, self._block_tokens, _SAMPLINGS)
         limits = self._model.limits
-        for num_tokens in _PROMPT_TOKENS:
-            num_tokens = min(num_tokens, limits.max_rows, limits.max_context_tokens - 1)
-            self.run(StepPlan((in_block_0(num_tokens, self._block_tokens, GREEDY),)))
+        most = min(limits.max_rows, limits.max_context_tokens - 1)
+        for num_tokens in dict.fromkeys(min(number, most) for number in _PROMPT_TOKENS):
+            # With log-probabilities of the prompt, for which the head multiplies many rows too.
+            self.run(StepPlan((in_block_0(num_tokens, self._block_tokens, _SAMPLINGS[-1]),)))
         self._places = {}
 
     def begin(self) -> None:
@@ -122,7 +119,7 @@ class GpuRunner:
         with _lost_devices():
             try:
                 return self._launch(plan)
-            except RuntimeError:
+            except Exception:
                 self._device.mark().wait()  # what was launched still writes to blocks that are given away after this
                 raise
 
@@ -145,7 +142,7 @@ class GpuRunner:
                     prompt_logprobs[index] = self._prompt_logprobs(chunks[index], hidden[rows[index]])
             if any(owes):
                 last = [of_chunk.stop - 1 for of_chunk, does in zip(rows, samples, strict=True) if does]
-                hidden = hidden[torch.tensor(last, dtype=torch.long, device=hidden.device)]
+                hidden = hidden[self._device.send(last)]
             if sequences:
                 logits = self._model.logits(hidden).rows
         drawn = self._sampler.launch(logits, sequences) if logits is not None and sequences else None
@@ -176,7 +173,7 @@ class GpuRunner:
         spec, start = chunk.sequence.spec, chunk.sequence.num_computed_tokens
         assert spec.sampling.prompt_logprobs is not None, "asked for"
         expected = spec.prompt[start + 1 : start + 1 + chunk.num_tokens]
-        ids = torch.tensor(expected, dtype=torch.int32, device=hidden.device)
+        ids = self._device.send(expected)
         pieces = []
         for first in range(0, len(expected), _LOGPROB_ROWS):
             piece = ids[first : first + _LOGPROB_ROWS]

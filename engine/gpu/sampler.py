@@ -34,9 +34,8 @@ class Drawn:
     """What sampling launched: tensors on the device, one row each for the sequences that sampled."""
 
     tokens: Tensor  # [n] int32; -1: the row is no distribution
-    logprobs: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # [n] of the token, [n, top] ids, [n, top] of those; None: nobody asked
+    # [n] of the token, [n, top] ids, [n, top] of those; None: nobody asked.
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
 
 
 class GpuSampler:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.decode_attention import decode_attention_ref as decode_attention_ref
-from kernels.gpu.prefill_attention import load_blocks, load_tokens, token_offsets
+from kernels.gpu.prefill_attention import dot_precision, load_blocks, load_tokens, token_offsets
 from kernels.gpu.variant import GFX942, TRITON_TYPES, Arch, Config, Variant, arch_of, round_up_to_power_of_2
 
 Ints = NDArray[np.int32]
@@ -238,7 +238,7 @@ def decode_attention(
         WIDTH=width,
         BLOCK_TOKENS=block_tokens,
         SCRATCH_ROW=dim + _STATISTICS,
-        PRECISION=_precision(q.dtype),
+        PRECISION=dot_precision(q.dtype),
         **config.tiles,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -311,7 +311,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_chosen: bool) -> V
         "WIDTH": round_up_to_power_of_2(dim),
         "BLOCK_TOKENS": 16,
         "SCRATCH_ROW": dim + _STATISTICS,
-        "PRECISION": _precision(dtype),
+        "PRECISION": dot_precision(dtype),
         **config.tiles,
     }
     indices = ("tables_ptr", "first_blocks_ptr", "items_ptr", "first_items_ptr", "num_items_ptr")
@@ -349,7 +349,3 @@ def _merge_variant(dtype: torch.dtype, dim: int) -> Variant:
         constants=constants,
         config=_MERGE,
     )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit elements products are exact either way

@@ -237,7 +237,7 @@ def draw_tokens(
         top_ks: [n] int32, not negative; 0 is off.
         top_ps: [n] float64 in (0, 1]; 1 is off.
         seeds: [n] int64.
-        positions: [n] int64, from 0: which token of its answer a row chooses.
+        positions: [n] int32, from 0: which token of its answer a row chooses.
         config: other tile sizes than the chosen ones.
     Returns:
         [n] int32: the tokens; -1 for a row whose best logit is not finite, or that holds a NaN.
@@ -329,7 +329,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
         "top_ks_ptr": "*i32",
         "top_ps_ptr": "*fp64",
         "seeds_ptr": "*i64",
-        "positions_ptr": "*i64",
+        "positions_ptr": "*i32",
         "work_ptr": "*fp32",
         "tokens_ptr": "*i32",
         **row,

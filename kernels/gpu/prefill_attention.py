@@ -244,7 +244,7 @@ def prefill_attention(
             WIDTH=width,
             REST=rest,
             IS_WINDOWED=window is not None,
-            PRECISION=_precision(q.dtype),
+            PRECISION=dot_precision(q.dtype),
             **config.tiles,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -252,13 +252,13 @@ def prefill_attention(
     return out
 
 
-def prefill_tiles(first_rows: Ints, tile_rows: int, starts: Ints | None = None) -> Ints:
+def prefill_tiles(first_rows: Ints, tile_rows: int, starts: Ints) -> Ints:
     """Cut chunks into the tiles that one program each attends with, those with the most keys first.
 
     Args:
         first_rows: [s + 1], where each sequence's tokens begin.
         tile_rows: of `tile_rows`.
-        starts: [s] tokens of each sequence before these; None: order as if there were none.
+        starts: [s] tokens of each sequence before these.
     Returns:
         [t, 2]: a tile's sequence and its first row among the sequence's. For only the last of a batch's sequences pass
         only their entries, and add the number of the others to the first column.
@@ -267,7 +267,7 @@ def prefill_tiles(first_rows: Ints, tile_rows: int, starts: Ints | None = None) 
     sequences = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     rows = (np.arange(len(sequences), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_rows
     # The last programs to start should be the shortest: they decide how long the device waits half empty.
-    order = np.argsort(-(rows if starts is None else rows + starts[sequences]), kind="stable")
+    order = np.argsort(-(rows + starts[sequences]), kind="stable")
     return np.stack((sequences[order], rows[order]), axis=1).astype(np.int32)
 
 
@@ -343,7 +343,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
         "WIDTH": width,
         "REST": rest,
         "IS_WINDOWED": is_windowed,
-        "PRECISION": _precision(dtype),
+        "PRECISION": dot_precision(dtype),
         **config.tiles,
     }
     strides = ("stride_q_row", "stride_q_head", "stride_out_row", "stride_block", "stride_kv", "stride_kv_head")
@@ -363,5 +363,6 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
     )
 
 
-def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # of 16-bit elements products are exact either way
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies: float32 as it is; of 16-bit elements products are exact either way."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -267,9 +267,8 @@ def variants(arch: Arch) -> Iterator[Variant]:
             for has_norm in (False, True):
                 yield _variant(_config(arch, *_HEADS, dim, dim // 2), dtype, dim, dim // 2, has_norm)
         yield _variant(_config(arch, *_HEADS, 128, 0), dtype, 128, 0, has_norm=False)  # a layer without positions
-        yield _variant(
-            _config(arch, *_HEADS, 128, 48), dtype, 128, 48, has_norm=False
-        )  # three quarters of a head rotate
+        # Three quarters of a head rotate.
+        yield _variant(_config(arch, *_HEADS, 128, 48), dtype, 128, 48, has_norm=False)
         for tile_heads, lane_elements in ((4, 16), (16, 16), (16, 32)):
             config = _config(arch, *_HEADS, 128, 64, tile_heads, lane_elements)
             yield _variant(config, dtype, 128, 64, has_norm=True, is_chosen=False)

@@ -77,6 +77,18 @@ def arch_of(device: torch.device) -> Arch:
     return SM_100 if major >= 10 else SM_90 if major == 9 else SM_80
 
 
+def why_unfit(device: torch.device) -> str:
+    """Why the tile sizes do not fit a GPU, of another kind than those they were chosen for; empty: they do."""
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        warp_size = GFX942.warp_size
+        return "" if found.warp_size == warp_size else f"waves of {found.warp_size} lanes instead of {warp_size}"
+    shared_bytes: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared_bytes >= SM_80.shared_bytes:
+        return ""
+    return f"{shared_bytes >> 10} KiB of shared memory for a program instead of {SM_80.shared_bytes >> 10}"
+
+
 def round_up_to_power_of_2(value: int) -> int:
     """The least power of two that is not below `value`."""
     return int(triton.next_power_of_2(value))

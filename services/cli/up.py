@@ -66,12 +66,11 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
         await wait_for_redis(redis_url)
     here = ["--redis-url", redis_url, *arguments_of(options.cluster, without=("redis_url", "port", "http_port"))]
     model = arguments_of(options.model)
-    worker = [*here, *model, *arguments_of(options.engine)]
     num_prefill = options.sizes.prefill if options.limits.mode == "disaggregated" else 0
-    cores = iter(_own_cores(options, options.sizes.decode + num_prefill))
+    engines = iter(worker_engines(options.engine, options.sizes.decode + num_prefill))
     specs: list[tuple[str, list[str]]] = []
     for role, number in (("decode", options.sizes.decode), ("prefill", num_prefill)):
-        specs += [(f"{role}-{index}", [role, *worker, *next(cores, [])]) for index in range(number)]
+        specs += [(f"{role}-{n}", [role, *here, *model, *arguments_of(next(engines))]) for n in range(number)]
     for index in range(options.sizes.routers):
         # Fixed ports, so that a router that had to be started again is found where it was.
         port = options.cluster.port if index == 0 and options.cluster.port else free_port()
@@ -90,16 +89,18 @@ async def start_stack(stack: Stack, options: UpOptions) -> Up:
     return up
 
 
-def _own_cores(options: UpOptions, num_workers: int) -> list[list[str]]:
-    """A --cores flag for each worker when they take up the machine: two engines on one core hold each other up.
+def worker_engines(options: EngineOptions, num_workers: int) -> list[EngineOptions]:
+    """The options of each worker of one machine: its part of a GPU's memory, and cores of its own if they take up all.
 
-    Where cores are left over the system finds idle ones itself, also for a second stack.
+    Two engines on one core hold each other up. Where cores are left over the system finds idle ones itself, also for a
+    second stack.
     """
-    usable, threads = sorted(os.sched_getaffinity(0)), options.engine.threads
-    if options.engine.cores or num_workers * threads != len(usable):
-        return []
+    usable, threads = sorted(os.sched_getaffinity(0)), options.threads
+    options = replace(options, gpu_memory_share=options.gpu_memory_share / num_workers)
+    if options.cores or num_workers * threads != len(usable):
+        return [options] * num_workers
     parts = [usable[worker * threads : (worker + 1) * threads] for worker in range(num_workers)]
-    return [["--cores", ",".join(map(str, part))] for part in parts]
+    return [replace(options, cores=",".join(map(str, part))) for part in parts]
 
 
 async def run_up(options: UpOptions, logs: Path, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:

@@ -109,7 +109,10 @@ class EngineOptions:
     )
     block_tokens: int = flag(16, "Tokens in one KV block; equal on both pools.")
     kv_memory: str = flag("auto", "Memory for KV blocks, e.g. 2GiB; auto: 1GiB on a CPU, what is left on a GPU.")
-    gpu_memory_share: float = flag(0.9, "Of a GPU's memory: for weights, steps and, with --kv-memory auto, KV blocks.")
+    gpu_memory_share: float = flag(
+        0.9,
+        "Of a GPU's memory that a worker takes, with --kv-memory auto; with `up`, that all its workers take together.",
+    )
     kv_blocks: int = flag(0, "KV blocks; 0: as many as --kv-memory holds.")
     prefix_cache: bool = flag(True, "Share the KV of equal prefixes between requests and keep it while there is room.")
     swap_memory: str = flag(

@@ -1,6 +1,8 @@
 """Kernels run on a GPU where there is one, else in Triton's interpreter: the same tests."""
 
+import inspect
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,12 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """numpy warns where the interpreter computes inf or NaN; a device does not, and rows nobody reads are often so."""
+    """numpy warns where the interpreter computes inf or NaN; a device does not, and rows nobody reads are often so.
+
+    `bench/gpu_check.sh` may have to do without the plugin that runs coroutines.
+    """
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+            if inspect.iscoroutinefunction(getattr(item, "function", None)) and find_spec("pytest_asyncio") is None:
+                item.add_marker(pytest.mark.skip("NOT RUN: No module named 'pytest_asyncio'"))

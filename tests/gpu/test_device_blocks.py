@@ -117,9 +117,6 @@ class Held:
         self._event = event
         self._is_waited_for = is_waited_for
 
-    def is_reached(self) -> bool:
-        return self._event is None or self._event.is_set()
-
     def wait(self) -> None:
         if self._event is not None:
             self._is_waited_for.set()

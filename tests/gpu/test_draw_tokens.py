@@ -61,7 +61,7 @@ def arguments(params: Seq[SamplingParams], seeds: Seq[int], positions: Seq[int])
         torch.tensor([each.top_k for each in params], dtype=torch.int32),
         torch.tensor([each.top_p for each in params], dtype=torch.float64),
         torch.tensor(seeds, dtype=torch.int64),
-        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int32),
     ]
 
 
@@ -115,13 +115,13 @@ def assert_drawn_right(
     params = [params_of(each) for each in filters]
     seeds = [seed + index for index in range(len(rows))]
     tokens = drawn(
-        torch.tensor(np.stack(rows)), params, seeds, [index * 2**33 for index in range(len(rows))], device, config
+        torch.tensor(np.stack(rows)), params, seeds, [index * 2**24 for index in range(len(rows))], device, config
     )
     for index, (row, each, token) in enumerate(zip(rows, params, tokens, strict=True)):
         if each.is_greedy:
             assert token == row.argmax()
             continue
-        uniform = uniform_draw(seeds[index], index * 2**33)
+        uniform = uniform_draw(seeds[index], index * 2**24)
         allowed = possible(row, each, uniform)
         assert token in allowed, (each, uniform)
         if len(allowed) == 1:

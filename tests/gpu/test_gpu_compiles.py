@@ -44,22 +44,31 @@ def compiled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     yield keys
 
 
-def test_no_request_after_the_warm_up_compiles_anything(compiled: set[str], folder: Any, device: torch.device) -> None:
-    gpu = load(folder, device)
+EXPLAINED = [a_spec("explained", 22, prompt_logprobs=1, max_tokens=1)]  # the head multiplies many rows
+MIXED = [
+    [a_spec(f"s{length}", length, max_tokens=2) for length in (1, 15, 16, 17, 31)],
+    [a_spec("s64", 64, max_tokens=2)],
+    [
+        a_spec("a", 3, temperature=1.0, top_p=0.5, max_tokens=3),
+        a_spec("b", 2, top_k=1, logit_bias=((1, 2.0),), min_tokens=2, logprobs=20, max_tokens=3),
+        a_spec("c", 9, frequency_penalty=1.0, temperature=0.5, min_p=0.5, prompt_logprobs=0, max_tokens=3),
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "requests"), [({}, MIXED), ({"quantization": "int8", "dtype": "float16"}, [EXPLAINED])]
+)
+def test_no_request_after_the_warm_up_compiles_anything(
+    compiled: set[str], folder: Any, device: torch.device, changes: dict[str, Any], requests: list[list[Any]]
+) -> None:
+    gpu = load(folder, device, **changes)
     try:
         gpu.runner.warm_up()
         assert len({key.split()[0] for key in compiled}) >= 9, "the warm-up launches every kernel"
         before = set(compiled)
-        for lengths in ((1, 15, 16, 17, 31), (64,)):
-            answers(gpu.runner, [a_spec(f"s{length}", length, max_tokens=2) for length in lengths])
-        answers(
-            gpu.runner,
-            [
-                a_spec("a", 3, temperature=1.0, top_p=0.5, max_tokens=3),
-                a_spec("b", 2, top_k=1, logit_bias=((1, 2.0),), min_tokens=2, logprobs=20, max_tokens=3),
-                a_spec("c", 9, frequency_penalty=1.0, temperature=0.5, min_p=0.5, prompt_logprobs=0, max_tokens=3),
-            ],
-        )
+        for at_once in requests:
+            answers(gpu.runner, at_once)
         assert compiled == before, "\n".join(sorted(compiled - before))
     finally:
         gpu.blocks.close()

@@ -10,7 +10,7 @@ from core.sampling import SamplingParams
 from core.sequence import SequenceSpec
 from engine.batch import build_batch
 from engine.gpu.device import Device, find_device
-from engine.gpu.inputs import NO_TOKENS, Sections, Stager, StepShape, shape_of, step_arrays, step_views
+from engine.gpu.inputs import NO_TOKENS, Sections, Stager, StepShape, step_arrays, step_views
 from engine.plan import Chunk
 from engine.sequence import Sequence
 
@@ -55,11 +55,10 @@ def test_every_token_finds_its_place_and_its_attention(
     arrays = step_arrays(
         batch, BLOCK, WINDOWS, num_rows=batch.num_tokens, num_decodes=num_decodes, tile_rows=TILE, has_positional_angles=True
     )  # fmt: skip
-    shape = shape_of(arrays, WINDOWS, num_decodes)
-    sections = shape.sections(WINDOWS)
+    sections = Sections({name: len(values) for name, values in arrays.items()})
     stager = Stager(stand_in, sections.num_ints)
     stager.put(sections, arrays)
-    step = step_views(shape, sections, stager, WINDOWS)
+    step = step_views(num_decodes, sections, stager, WINDOWS)
     row = 0
     tiles = {tuple(tile) for tile in step.tiles.tolist()}
     for number, (start, length) in enumerate(parts):
@@ -83,6 +82,18 @@ def test_every_token_finds_its_place_and_its_attention(
     for work in step.works.values():
         assert work.num_items.tolist() == [len(work.items)] or len(work.items) > work.num_items
     assert step.outputs.tolist() == batch.outputs.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_whatever_has_rows_has_blocks_also_where_all_is_padding(num_rows: int) -> None:
+    arrays = step_arrays(
+        NO_TOKENS, BLOCK, WINDOWS, num_rows=num_rows, num_decodes=0, tile_rows=TILE, has_positional_angles=True
+    )
+    for number in range(num_rows):
+        has_rows = arrays["first_rows"][number + 1] > arrays["first_rows"][number]
+        has_blocks = arrays["first_blocks"][number + 1] > arrays["first_blocks"][number]
+        assert has_blocks or not has_rows
+    assert arrays["tables"].tolist() == [0]
 
 
 @given(starts=st.lists(st.integers(0, 40), max_size=5), num_padding=st.integers(0, 3))
@@ -113,7 +124,7 @@ def test_what_lies_in_a_bucket_is_replaced_step_by_step(stand_in: Device) -> Non
     )
     sections = shape.sections(WINDOWS)
     stager = Stager(stand_in, sections.num_ints)
-    step = step_views(shape, sections, stager, WINDOWS)
+    step = step_views(shape.num_decodes, sections, stager, WINDOWS)
     for starts in ([3, 9, 30], [1], [17, 2, 5, 8]) * 3:  # more often than there are host buffers
         batch = build_batch([chunk_of(number, start, 1) for number, start in enumerate(starts)], BLOCK)
         arrays = step_arrays(

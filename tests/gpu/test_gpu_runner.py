@@ -14,7 +14,7 @@ from core.model_config import load_model_config
 from core.sampling import SamplingParams
 from core.sequence import SequenceOutput, SequenceSpec
 from engine.block_pool import BlockPool
-from engine.gpu.device import HostDevice, find_device
+from engine.gpu.device import HostDevice, find_device, loss
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.load import LoadedGpu, load_gpu
 from engine.gpu.model import GpuLimits
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), **SMALL)
 
 
-def load(folder: Path, device: torch.device, **changes: Any) -> LoadedGpu:
+def load(folder: Path, device: torch.device, dtype: str = "float32", **changes: Any) -> LoadedGpu:
     config = load_model_config(folder)
     settings: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
@@ -49,8 +49,8 @@ def load(folder: Path, device: torch.device, **changes: Any) -> LoadedGpu:
         "deterministic": False,
         "quantization": None,
     }
-    with WeightReader(folder, config, torch.float32) as reader:
-        layout = config.kv_layout(BLOCK_TOKENS, "float32")
+    with WeightReader(folder, config, getattr(torch, dtype)) as reader:
+        layout = config.kv_layout(BLOCK_TOKENS, dtype)
         return load_gpu(config, reader, find_device(device), layout, LIMITS, **settings | changes)
 
 
@@ -240,14 +240,41 @@ def test_what_the_device_has_left_becomes_blocks(folder: Path, device: torch.dev
     config = load_model_config(folder)
     layout = config.kv_layout(BLOCK_TOKENS, "float32")
     with WeightReader(folder, config, torch.float32) as reader:
-        place = HostDevice(num_bytes=4 << 30)  # a step takes a quarter of it, and graphs as much and more
+        place = HostDevice(num_bytes=8 << 30, held_bytes=1 << 30)
         loaded = load_gpu(
             config, reader, place, layout, LIMITS, num_blocks=None, kv_memory_bytes=None, memory_share=0.9,
             deterministic=False, quantization=None,
         )  # fmt: skip
     logits_bytes = 4 * LIMITS.max_sequences * config.vocab_size
-    assert loaded.blocks.num_blocks == (round(1.6 * (1 << 30)) - (512 << 20) - logits_bytes) // layout.block_bytes
+    graph_bytes = (2 << 30) + logits_bytes + (512 << 20)
+    # A step takes a quarter, graphs as much and more. What others of the device's memory have is not this worker's to lose.
+    assert (
+        loaded.blocks.num_blocks == (round(7.2 * (1 << 30)) - (1 << 30) - (2 << 30) - graph_bytes) // layout.block_bytes
+    )
     loaded.blocks.close()
+
+
+def test_workers_that_share_a_device_each_get_their_part(folder: Path) -> None:
+    class Shared(HostDevice):
+        """Others hold five of eight GiB, this worker half of one."""
+
+        def memory(self) -> tuple[int, int, int]:
+            return 5 << 29, 8 << 30, 1 << 29
+
+        def peak_bytes(self, run: Callable[[], object]) -> int:
+            return 1 << 20
+
+    config = load_model_config(folder)
+    layout = config.kv_layout(BLOCK_TOKENS, "float32")
+    steps_bytes = (2 << 20) + 4 * LIMITS.max_sequences * config.vocab_size + (512 << 20)
+    for share, expected in ((0.25, (2 << 30) - (1 << 29)), (0.9, 5 << 29)):
+        with WeightReader(folder, config, torch.float32) as reader:
+            loaded = load_gpu(
+                config, reader, Shared(), layout, LIMITS, num_blocks=None, kv_memory_bytes=None, memory_share=share,
+                deterministic=False, quantization=None,
+            )  # fmt: skip
+        assert loaded.blocks.num_blocks == (expected - steps_bytes) // layout.block_bytes
+        loaded.blocks.close()
 
 
 def test_a_device_without_room_for_one_block_says_what_to_do(folder: Path, device: torch.device) -> None:
@@ -259,20 +286,33 @@ def test_a_lost_device_ends_the_engine_and_other_failures_their_step(
     gpu: LoadedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = gpu.runner._sampler.launch
-    fails_with: list[str] = ["out of luck"]
+    fails_with: list[Exception] = [RuntimeError("out of luck")]
 
     def fail(*args: Any) -> Any:
         if fails_with:
-            raise RuntimeError(fails_with.pop())
+            raise fails_with.pop()
         return launch(*args)
 
     monkeypatch.setattr(gpu.runner._sampler, "launch", fail)
+    waits: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(type(gpu.runner._device.mark()), "wait", lambda _: waits.append(len(fails_with)))
+        fails_with.append(ValueError("a bug of ours"))
+        with pytest.raises(ValueError, match="a bug"):
+            gpu.runner.launch(StepPlan((Chunk(Sequence(replace(a_spec("s", 3), block_table=(0, 1, 2))), 3),)))
+        assert waits[-1] < waits[0], "it waits for what was launched before it fails"
     [outputs] = answers(gpu.runner, [a_spec("unlucky", 3)]).values()
     assert (outputs[-1].finish_reason, outputs[-1].error) == ("error", "engine step failed: RuntimeError")
     [outputs] = answers(gpu.runner, [a_spec("lucky", 3)]).values()
     assert outputs[-1].finish_reason == "length"
+    for words in (
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+    ):
+        assert loss(RuntimeError(words)) == ""
     for words in ("CUDA error: device-side assert triggered\nmore", "Triton Error [HIP]: an illegal memory access"):
-        fails_with.append(words)
+        fails_with.append(RuntimeError(words))
         with pytest.raises(DeviceLostError, match="the device is lost: "):
             gpu.runner.launch(StepPlan((Chunk(Sequence(replace(a_spec("s", 3), block_table=(0, 1, 2))), 3),)))
 

@@ -1,5 +1,7 @@
 """The one place that chooses what computes: which device a flag means, and what a step on it may hold."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,16 @@ from engine.scheduler import StepLimits
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def properties(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of the GPU that seems to be here: an H100's."""
+    found = SimpleNamespace(shared_memory_per_block_optin=227 << 10, warp_size=32)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+    return found
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backend, "find_spec", lambda _: object())
 
@@ -38,6 +49,20 @@ def test_a_gpu_needs_triton_and_an_unknown_device_is_named(gpu: None, monkeypatc
             find_place(name)
     with pytest.raises(ConfigError, match="device=tpu: must be auto, cpu or cuda"):
         find_place("tpu")
+
+
+def test_a_gpu_without_room_for_the_kernels_programs_is_named(
+    gpu: None, properties: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties.shared_memory_per_block_optin = 99 << 10
+    for name in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=f"device={name}: some GPU has 99 KiB of shared memory.* instead of 163"):
+            find_place(name)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="waves of 32 lanes instead of 64"):
+        find_place("auto")
+    properties.warp_size = 64
+    assert find_place("auto").type == "cuda"
 
 
 def test_a_step_holds_what_its_device_computes_well(gpu: None) -> None:

@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,27 @@ def test_the_lowest_priority_yields_first_and_the_youngest_of_equals(
     assert victims[1] == "young"
     assert "high" not in victims
     assert bool(listener.total("num_recomputed_tokens")) == (not swap_blocks)
+
+
+def test_a_device_that_hangs_while_blocks_are_swapped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.layout.GROWTH_BLOCKS", 0)
+    parts, loops, was_seen = engine(20), list[EngineLoop](), dict[str, list[bool]]()
+
+    def watched(name: str, copy: Callable[..., None]) -> Callable[..., None]:
+        def copied(*args: Any) -> None:
+            was_seen.setdefault(name, []).append(loops[0]._step_started is not None)
+            copy(*args)
+
+        return copied
+
+    for name in ("copy_out", "copy_in"):
+        monkeypatch.setattr(parts.memory, name, watched(name, getattr(parts.memory, name)), raising=False)
+    specs = [spec(parts, name, [number] * BLOCK, max_tokens=50) for number, name in enumerate("abc")]
+    limits = StepLimits(max_batched_tokens=32, max_sequences=8)
+    serve(parts, specs, limits, lambda loop, *_: loops.append(loop), swap_blocks=1_000)
+    assert was_seen.keys() == {"copy_out", "copy_in"}
+    assert all(all(seen) for seen in was_seen.values())
+    assert loops[0].stalled_s() == 0
 
 
 def test_a_stream_that_yields_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

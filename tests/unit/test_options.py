@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from services.cli.flags import arguments_of
+from services.cli.up import worker_engines
 from services.common.options import ClusterOptions, EngineOptions, RouterLimits, limit_context, parse_cores, parse_size
 
 
@@ -99,3 +100,14 @@ def test_flags_of_a_child_process_give_it_the_same_options() -> None:
     flags = arguments_of(given)
     assert flags == ["--kv-blocks", "7", "--no-prefix-cache", "--cores", "1", "--deterministic"]
     assert arguments_of(EngineOptions()) == []
+
+
+def test_workers_of_one_machine_share_a_gpu_and_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 1, 2, 7})
+    engines = worker_engines(EngineOptions(threads=2, gpu_memory_share=0.8), 2)
+    assert [(each.cores, each.gpu_memory_share) for each in engines] == [("1,2", 0.4), ("4,7", 0.4)]
+    for options in (
+        EngineOptions(threads=1),
+        EngineOptions(threads=2, cores="1"),
+    ):  # cores are left over, or were given
+        assert [each.cores for each in worker_engines(options, 2)] == [options.cores] * 2
