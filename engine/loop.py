@@ -34,7 +34,7 @@ from core.sequence import (
     TokenLogprobs,
 )
 from engine.block_pool import BlockPool
-from engine.flight import InFlight, explain, go_ahead, must_be_known, new_prompt_logprobs
+from engine.flight import InFlight, explain, go_ahead, must_be_known, new_prompt_logprobs, output_of
 from engine.holdings import Holdings
 from engine.host_swap import HostSwap, Rates
 from engine.inbox import Inbox, Message
@@ -133,7 +133,7 @@ class EngineLoop:
         assert spec.num_computed_tokens <= len(spec.block_table) * self._block_tokens, f"{spec.sequence_id}: no blocks"
         assert spec.sequence_id not in self._live, f"{spec.sequence_id} is running"
         if not self._inbox.put(spec):
-            output = self._output(Sequence(spec), has_ended=True, finish_reason="abort")
+            output = output_of(Sequence(spec), has_ended=True, finish_reason="abort")
             self._emit(StepResult(outputs=[output]))
 
     def abort(self, sequence_id: str) -> None:
@@ -182,7 +182,7 @@ class EngineLoop:
             if isinstance(message, SequenceSpec):
                 self._live[message.sequence_id] = Sequence(message)
         for sequence in self._live.values():
-            self._ending[sequence] = (self._output(sequence, has_ended=True, finish_reason=reason, error=error),)
+            self._ending[sequence] = (output_of(sequence, has_ended=True, finish_reason=reason, error=error),)
         self._live.clear()
         for sequence, last_words in self._ending.items():
             self._news += last_words
@@ -307,7 +307,9 @@ class EngineLoop:
             reason = explain(error)
             self._settle()
             self._news += self._intake(self._inbox.take(wait=False))
-            self._news += self._fail(plan, reason)
+            for chunk in plan.chunks:
+                if not chunk.sequence.has_ended:
+                    self._news += self._end(chunk.sequence, "error", error=reason)
             return None
         for chunk in plan.chunks:
             go_ahead(chunk)
@@ -358,22 +360,16 @@ class EngineLoop:
             prompt_logprobs = new_prompt_logprobs(sequence, start, sampled) if sampled.prompt_logprobs else ()
             self._holdings.publish(sequence)
             if sampled.token_id is None:
-                yield self._output(sequence, prompt_logprobs=prompt_logprobs)
+                yield output_of(sequence, prompt_logprobs=prompt_logprobs)
                 continue
             sequence.token_ids[sequence.num_known_tokens] = sampled.token_id
             sequence.num_awaited_tokens -= 1
             reason, matched_stop_id = finish_reason(sequence)
             if reason is None and not sequence.spec.prefill_only:
-                yield self._output(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs)
+                yield output_of(sequence, sampled.token_id, sampled.logprobs, prompt_logprobs)
             else:
                 newest = (sampled.token_id, sampled.logprobs, prompt_logprobs)
                 yield from self._end(sequence, reason, newest, matched_stop_id=matched_stop_id)
-
-    def _fail(self, plan: StepPlan, error: str) -> Iterator[SequenceOutput]:
-        """End the sequences of a step that could not be launched; the others go on."""
-        for chunk in plan.chunks:
-            if not chunk.sequence.has_ended:
-                yield from self._end(chunk.sequence, "error", error=error)
 
     def _end(
         self,
@@ -385,7 +381,7 @@ class EngineLoop:
     ) -> Iterator[SequenceOutput]:
         """The last output of a sequence; lets go of what it had, or sees to it that this happens once no step uses it."""
         self._live.pop(sequence.spec.sequence_id, None)
-        output = self._output(sequence, *newest, True, reason, matched_stop_id, error)
+        output = output_of(sequence, *newest, True, reason, matched_stop_id, error)
         sequence.has_ended = True
         # The output of one that is handed over gives its blocks away: not before nobody writes them.
         is_held_back = sequence.num_unconfirmed_tokens > 0 and sequence.spec.prefill_only
@@ -395,32 +391,6 @@ class EngineLoop:
             self._holdings.end(sequence)
         if not is_held_back:
             yield output
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_id: int | None = None,
-        logprobs: TokenLogprobs | None = None,
-        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-        has_ended: bool = False,
-        finish_reason: FinishReason | None = None,
-        matched_stop_id: int | None = None,
-        error: str = "",
-    ) -> SequenceOutput:
-        spec = sequence.spec
-        return SequenceOutput(
-            sequence_id=spec.sequence_id,
-            token_ids=() if token_id is None else (token_id,),
-            logprobs=() if logprobs is None else (logprobs,),
-            prompt_logprobs=prompt_logprobs,
-            num_computed_tokens=sequence.num_confirmed_tokens,
-            num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens - 1),
-            block_table=tuple(sequence.block_table) if spec.prefill_only else (),
-            has_ended=has_ended,
-            finish_reason=finish_reason,
-            matched_stop_id=matched_stop_id,
-            error=error,
-        )
 
     def _emit(self, result: StepResult) -> None:
         assert self._listener is not None, "emit before start"

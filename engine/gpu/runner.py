@@ -119,7 +119,7 @@ class GpuRunner:
         with _lost_devices():
             try:
                 return self._launch(plan)
-            except Exception:
+            except Exception:  # raised again, whatever it is
                 self._device.mark().wait()  # what was launched still writes to blocks that are given away after this
                 raise
 

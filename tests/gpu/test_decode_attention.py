@@ -62,7 +62,7 @@ def test_every_size_of_block_and_window_is_the_reference(
     device: torch.device, block_tokens: int, window: int | None
 ) -> None:
     torch.manual_seed(0)
-    lengths = [1, 16, 17, 63, 64, 65, 128, 256, 257, 513]
+    lengths = [1, 15, 16, 17, 63, 64, 65, 100, 256, 257, 513]
     assert_is_reference(paged(device, single_tokens(lengths), (1, 1), block_tokens=block_tokens, window=window), window)
 
 

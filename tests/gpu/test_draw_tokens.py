@@ -143,7 +143,7 @@ def test_the_device_draws_the_numbers_of_the_cpu_bit_for_bit(device: torch.devic
     assert out.tolist() == [uniform_draw(*pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("size", [1, 2, 100, 127, 128])
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 100, 127, 128, 1000])
 @pytest.mark.parametrize("shape", ["peaked", "ties"])
 def test_small_vocabularies(size: int, shape: str, device: torch.device, poisoned_empty: None) -> None:
     some = FILTERS[size % 3 :: 3] + FILTERS[:2]

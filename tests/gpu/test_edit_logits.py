@@ -74,7 +74,7 @@ def rows_of(draw: st.DrawFn, vocab: int) -> Row:
     )
 
 
-@given(st.data(), st.sampled_from([1, 2, 100, 127, 128]), st.integers(1, 5))
+@given(st.data(), st.sampled_from([1, 2, 15, 16, 17, 63, 100, 127, 128, 1000]), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_edits_are_the_reference_s_bit_for_bit(device: torch.device, data: st.DataObject, vocab: int, n: int) -> None:
     logits = torch.randn(n, vocab, generator=torch.Generator().manual_seed(vocab + n)) * 9

@@ -56,7 +56,16 @@ def _inputs(n: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, devic
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize(
     ("n", "num_inputs", "num_outputs"),
-    [(1, 576, 130), (17, 100, 17), (16, 17, 100), (129, 63, 130), (15, 1, 1), (100, 1000, 16)],
+    [
+        (1, 576, 130),
+        (17, 100, 17),
+        (16, 17, 100),
+        (129, 63, 130),
+        (15, 1, 1),
+        (100, 1000, 16),
+        (1000, 16, 15),
+        (63, 15, 1000),
+    ],
 )
 def test_linear_is_the_reference_but_for_the_order_of_additions(
     n: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, device: torch.device, poisoned_empty: None

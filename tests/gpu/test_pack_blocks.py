@@ -53,6 +53,12 @@ def test_blocks_of_any_size(block_bytes: int, poisoned_empty: None, device: torc
     _check(_cache(5, (block_bytes,), torch.uint8, device), _ids(4, 1, 2, 1, device=device))
 
 
+@pytest.mark.parametrize("num_blocks", [1, 15, 16, 17, 63, 100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_number_of_blocks(num_blocks: int, poisoned_empty: None, device: torch.device) -> None:
+    torch.manual_seed(num_blocks)
+    _check(_cache(num_blocks, (24,), torch.uint8, device), _ids(*torch.randperm(num_blocks).tolist(), device=device))
+
+
 @settings(max_examples=20, deadline=None)
 @given(block_bytes=st.integers(1, 100), picks=st.lists(st.integers(0, 8), max_size=12), offset=st.integers(0, 9))
 def test_any_blocks_at_any_address(block_bytes: int, picks: list[int], offset: int, device: torch.device) -> None:

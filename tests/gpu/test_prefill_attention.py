@@ -62,6 +62,19 @@ def test_every_size_of_block_and_window_is_the_reference(
     assert_is_reference(paged(device, chunks, (3, 1), block_tokens=block_tokens, window=window), window)
 
 
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, rows) for rows in (1, 15, 16, 17, 63, 100)],
+        [(15, 17), (16, 1), (17, 15), (63, 16), (100, 63), (1000, 1), (1000, 17)],
+    ],
+    ids=["prompts", "after a prefix"],
+)
+def test_every_length_is_the_reference(device: torch.device, chunks: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    assert_is_reference(paged(device, chunks, (2, 1)))
+
+
 def test_a_long_prompt_is_the_reference(device: torch.device) -> None:
     torch.manual_seed(0)
     assert_is_reference(paged(device, [(0, 1000)], (2, 1), dtype=torch.bfloat16))

@@ -115,9 +115,15 @@ def test_every_head_size_is_the_reference(
     _check(_case(device, dim=dim, has_norm=has_norm, dtype=dtype))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (9, 3), (32, 8), (28, 4), (12, 12)])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (9, 3), (32, 8), (64, 8), (28, 4), (12, 12)])
 def test_any_number_of_heads(heads: tuple[int, int], poisoned_empty: None, device: torch.device) -> None:
     _check(_case(device, heads=heads, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_number_of_tokens(n: int, poisoned_empty: None, device: torch.device) -> None:
+    case = _case(device, n=n, heads=(1, 1), dim=16, half=0 if n > 100 else None, has_norm=False, block_tokens=512)
+    _check(replace(case, has_rope=n <= 100))
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -71,7 +71,16 @@ def _error(weight: Tensor, bits: Bits, group: int = 128) -> float:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("n", "num_inputs", "num_outputs", "group"),
-    [(1, 256, 100, 128), (17, 100, 17, 64), (16, 17, 130, 128), (65, 300, 40, 128), (130, 192, 1, 64)],
+    [
+        (1, 256, 100, 128),
+        (17, 100, 17, 64),
+        (16, 17, 130, 128),
+        (65, 300, 40, 128),
+        (130, 192, 1, 64),
+        (15, 1000, 63, 128),
+        (1000, 15, 16, 64),
+        (15, 63, 1000, 128),
+    ],
 )
 def test_quantized_linear_is_the_product_with_what_the_codes_stand_for(
     n: int, num_inputs: int, num_outputs: int, group: int, bits: Bits, dtype: torch.dtype, device: torch.device,

@@ -26,7 +26,7 @@ def assert_right(logits: Tensor, tokens: list[int], num_top: int, device: torch.
     torch.testing.assert_close(got[2].cpu(), expected[2], rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 100, 127, 128, 129, 2047, 5000])
+@pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 1000, 2047, 5000])
 def test_they_are_those_of_a_log_softmax(vocab: int, device: torch.device, poisoned_empty: None) -> None:
     torch.manual_seed(vocab)
     logits = torch.randn(3, vocab) * 5
