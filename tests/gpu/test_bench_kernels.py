@@ -101,9 +101,11 @@ def test_timed_cases_are_of_variants_that_are_compiled_ahead(op: str) -> None:
 
 
 @pytest.mark.parametrize("case", _SMALL, ids=lambda case: f"{case.op}, {case.shape}, {case.type_name}")
-def test_a_small_case_is_right_and_is_timed(case: Case, device: torch.device) -> None:
+def test_a_small_case_is_right_and_one_of_each_op_is_timed(case: Case, device: torch.device) -> None:
     make = Make(device, seed=0)
     assert list(gate([case], make)) == [(case, "")]
+    if case is not next(other for other in _SMALL if other.op == case.op):
+        return  # one of each op is timed
     row = measure(case, make, HostClock(), H200, budget_s=0.0, with_candidates=False)
     assert "error" not in row
     assert row["ms"] > 0

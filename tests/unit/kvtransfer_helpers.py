@@ -173,6 +173,7 @@ class SlowHandle:
     """Says that buffers are still read until told otherwise, or until their socket closes."""
 
     done = False
+    ends_with_socket = True
 
 
 class _LossySocket:
@@ -205,7 +206,7 @@ class _LossySocket:
         return await self._inner.recv()
 
     def close(self, linger_s: float = 0.0) -> None:
-        if self._owner.slow_handle is not None:
+        if self._owner.slow_handle is not None and self._owner.slow_handle.ends_with_socket:
             self._owner.slow_handle.done = True
         self._inner.close(linger_s)
 
