@@ -176,6 +176,7 @@ class WorkerHost(Generic[Detail]):
             holding = self.ledger.get(sequence_id)
             if holding is None:
                 self.ledger.bury(sequence_id)
+                self.streams.announce()  # the room that its router counted for it is free
             else:
                 self._end(holding)
 

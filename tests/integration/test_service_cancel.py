@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -158,6 +159,17 @@ async def test_a_client_that_leaves_frees_everything(stack: Stack, phase: str) -
         await eventually(lambda: all(worker.is_idle for worker in stack.workers) and stack.router.is_idle, 20.0)
     await stack.until_idle()
     await require_canary(stack)
+
+
+async def test_an_abort_that_comes_before_its_sequence_tells_routers_that_the_room_is_free(stack: Stack) -> None:
+    """A router counts the blocks of what it has sent until the worker's next report, up to a heartbeat later."""
+    host = stack.decodes[0].host
+    assert host is not None
+    host.streams._heartbeat_s = 600.0
+    async with asyncio.timeout(30.0), aclosing(host.streams.attach("another router")) as reports:
+        await anext(reports)
+        host.abort(["not there yet"])
+        assert (await anext(reports)).load.free_blocks == 16
 
 
 @phases
