@@ -14,6 +14,8 @@ from tests.gpu.test_gpu_runner import a_spec, answers, folder, load
 
 __all__ = ["folder"]
 
+pytestmark = pytest.mark.usefixtures("unchecked_overflows")
+
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[set[str]]:

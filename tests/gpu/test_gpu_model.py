@@ -19,6 +19,8 @@ from tests.unit.test_architectures import (
     random_model,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_overflows")
+
 # One for each thing that a family does otherwise; the others differ in numbers only, and run with the slow tests.
 QUICK = (
     "llama-biases",

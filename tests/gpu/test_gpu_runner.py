@@ -29,6 +29,8 @@ from engine.weights import WeightReader
 from tests.engine_harness import Recorder
 from tests.unit.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("unchecked_overflows")
+
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 48
 LIMITS = GpuLimits(max_rows=24, max_sequences=5, max_context_tokens=96, block_tokens=BLOCK_TOKENS)

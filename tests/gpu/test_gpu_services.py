@@ -29,6 +29,8 @@ from tests.unit.tiny_model import write_tiny_model
 
 __all__ = ["make_stack", "shared_valkey"]
 
+pytestmark = pytest.mark.usefixtures("unchecked_overflows")
+
 NUM_BLOCKS = 60
 LIMITS = StepLimits(max_batched_tokens=32, max_sequences=4)
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 16}
