@@ -4,10 +4,12 @@
 #
 # Needs a python3 with torch, triton, numpy, pytest and hypothesis; no network, and Baton need not be installed. Without
 # pytest-asyncio the tests of transfers are left out.
-# PYTHON: the interpreter. OUT: a folder for logs and the JSON lines; else a temporary one.
+# PYTHON: the interpreter; else what `make setup` installs, else python3.
+# OUT: a folder for logs and the JSON lines; else a temporary one.
 # Without a GPU it says so, compiles a few kernels and exits with 0: that it works can be seen anywhere.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+[ -x .venv/bin/python ] && PYTHON=${PYTHON:-.venv/bin/python}
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$(mktemp -d)}
 mkdir -p "$OUT"
@@ -25,10 +27,10 @@ from kernels.gpu.variant import arch_of
 if torch.cuda.is_available():
     print(arch_of(torch.device("cuda")).name)
 PYTHON
-) || exit 1
+) || { echo "PYTHON=$PYTHON cannot do this: name one that has torch and triton, or run \`make setup\`" >&2; exit 1; }
 
 if [ -z "$ARCH" ]; then
-    echo "no GPU here: a few kernels are compiled, nothing is run"
+    echo "no GPU that the torch of $PYTHON can use: a few kernels are compiled, nothing is run"
     exec timeout 300 "$PYTHON" -m bench.kernels --ahead-of-time --quick --op silu_mul --op pack_blocks --output "$OUT/resources.json"
 fi
 
