@@ -159,7 +159,7 @@ def load_backend(
             CudaDevice(place),
             layout,
             GpuLimits(
-                max_rows=limits.max_batched_tokens,
+                max_batched_tokens=limits.max_batched_tokens,
                 max_sequences=limits.max_sequences,
                 max_context_tokens=limits.max_context_tokens or config.max_context_tokens,
                 block_tokens=layout.block_tokens,

@@ -92,6 +92,6 @@ def _bytes_left(model: GpuModel, device: Device, layout: KVLayout, memory_share:
 
 def _largest_chunks(limits: GpuLimits) -> list[Chunk]:
     """As many sequences as a step may have, and as many tokens."""
-    num_tokens = min(limits.max_rows // limits.max_sequences, limits.max_context_tokens - 1)
+    num_tokens = min(limits.max_batched_tokens // limits.max_sequences, limits.max_context_tokens - 1)
     sampling = SamplingParams(temperature=1.0, top_p=0.5, max_tokens=1, seed=0)
     return [in_block_0(max(num_tokens, 1), limits.block_tokens, sampling) for _ in range(limits.max_sequences)]

@@ -41,7 +41,7 @@ Multiply = Callable[[Tensor], Tensor]
 class GpuLimits:
     """What buffers are made for: no step is larger."""
 
-    max_rows: int  # tokens of one step
+    max_batched_tokens: int  # of one step
     max_sequences: int  # of one step
     max_context_tokens: int  # of one sequence
     block_tokens: int
@@ -69,7 +69,6 @@ class _Layer:
 class Bucket(NamedTuple):
     """A step of a fixed number of rows at a fixed place."""
 
-    num_rows: int
     sections: Sections
     step: Step
 
@@ -111,7 +110,7 @@ class GpuModel:
             self._cos, self._sin = self._rotary.table(limits.max_context_tokens)
         else:  # computed for each step, into the same place
             half = config.rope.rotary_dim // 2
-            self._cos, self._sin = torch.zeros(2, limits.max_rows, half, device=device.place)
+            self._cos, self._sin = torch.zeros(2, limits.max_batched_tokens, half, device=device.place)
         load = _Loader(reader, device.place, deterministic, quantization)
         self._embedding = load.tensor(EMBEDDING)
         self._layers = [load.layer(config, number) for number in range(config.num_layers)]
@@ -137,11 +136,11 @@ class GpuModel:
         """The place of every step of up to `num_rows` single tokens: always the same memory, to capture launches on."""
         shape = self._shape_of_bucket(num_rows)
         sections = shape.sections(self.windows)
-        return Bucket(num_rows, sections, step_views(shape.num_decodes, sections, self._stager, self.windows))
+        return Bucket(sections, step_views(shape.num_decodes, sections, self._stager, self.windows))
 
     def stage_into(self, bucket: Bucket, batch: Batch) -> None:
         """Send a batch of single tokens into a bucket, padded."""
-        num_rows = bucket.num_rows
+        num_rows = len(bucket.step.token_ids)
         arrays = self._arrays(batch, num_rows, 0 if self._is_deterministic else num_rows)
         if self._is_deterministic:  # a tile for padding too, so that the launch has as many as was captured
             arrays["tiles"] = np.stack((np.arange(num_rows), np.zeros(num_rows)), 1).astype(np.int32).reshape(-1)
@@ -253,13 +252,13 @@ class GpuModel:
         """Of the largest step: chunks and single tokens."""
         limits = self.limits
         shape = StepShape(
-            num_rows=limits.max_rows,
+            num_rows=limits.max_batched_tokens,
             num_decodes=limits.max_sequences,
             num_sequences=limits.max_sequences,
             num_blocks=limits.max_sequences * limits.max_blocks,
-            num_tiles=limits.max_sequences + limits.max_rows // self._tile_rows,
+            num_tiles=limits.max_sequences + limits.max_batched_tokens // self._tile_rows,
             num_items=max_items(limits.max_sequences),
-            num_outputs=limits.max_rows,
+            num_outputs=limits.max_batched_tokens,
         )
         return shape.sections(self.windows).num_ints
 

@@ -97,7 +97,7 @@ class GpuRunner:
             ) from error
         warm_up(self.run, self._block_tokens, _SAMPLINGS)
         limits = self._model.limits
-        most = min(limits.max_rows, limits.max_context_tokens - 1)
+        most = min(limits.max_batched_tokens, limits.max_context_tokens - 1)
         for num_tokens in dict.fromkeys(min(number, most) for number in _PROMPT_TOKENS):
             # With log-probabilities of the prompt, for which the head multiplies many rows too.
             self.run(StepPlan((in_block_0(num_tokens, self._block_tokens, _SAMPLINGS[-1]),)))

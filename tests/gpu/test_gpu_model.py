@@ -32,7 +32,7 @@ QUICK = (
     "phi3-partial",
 )
 NUM_TOKENS = 37  # past every window, and past where angles begin to depend on the length
-LIMITS = GpuLimits(max_rows=64, max_sequences=8, max_context_tokens=128, block_tokens=BLOCK_TOKENS)
+LIMITS = GpuLimits(max_batched_tokens=64, max_sequences=8, max_context_tokens=128, block_tokens=BLOCK_TOKENS)
 
 
 def load_gpu_model(

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_overflows")
 
 BLOCK_TOKENS = 4
 NUM_BLOCKS = 48
-LIMITS = GpuLimits(max_rows=24, max_sequences=5, max_context_tokens=96, block_tokens=BLOCK_TOKENS)
+LIMITS = GpuLimits(max_batched_tokens=24, max_sequences=5, max_context_tokens=96, block_tokens=BLOCK_TOKENS)
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 16}
 
 
@@ -78,7 +78,7 @@ def plain_runner(folder: Path) -> TorchRunner:
     return TorchRunner(model, torch.full(shape, float("nan")))
 
 
-WHOLE = StepLimits(max_batched_tokens=LIMITS.max_rows, max_sequences=LIMITS.max_sequences)
+WHOLE = StepLimits(max_batched_tokens=LIMITS.max_batched_tokens, max_sequences=LIMITS.max_sequences)
 
 
 def answers(

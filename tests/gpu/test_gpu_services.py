@@ -67,7 +67,7 @@ async def stack(make_stack: MakeStack, tmp_path: Path, device: torch.device) -> 
                 reader,
                 find_device(device),
                 layout,
-                GpuLimits(max_rows=32, max_sequences=4, max_context_tokens=CONTEXT, block_tokens=BLOCK),
+                GpuLimits(max_batched_tokens=32, max_sequences=4, max_context_tokens=CONTEXT, block_tokens=BLOCK),
                 num_blocks=NUM_BLOCKS,
                 kv_memory_bytes=None,
                 memory_share=0.5,
