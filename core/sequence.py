@@ -146,7 +146,7 @@ class BlockMemory(Protocol):
         Args:
             blocks: whose content is final: the steps that computed it are done on their device, and nothing writes to them
                 before the reading is released. At most `max_read_blocks`; repeats allowed.
-            on_ready: called once, from any thread, when the reading is ready and has not been released; not called when it
+            on_ready: called once, from any thread, when the reading is ready and has not been released; perhaps not when it
                 is ready on return. Where readings have no room they become ready in turn, as others are released.
         Raises:
             IndexError: no such block.

@@ -4,12 +4,17 @@ The CPU stands in for a GPU in tests: every launch is done when it returns, and 
 """
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from core.clock import monotonic
+
+_POLL_S = 5e-5  # torch waits for an event without end only
 
 # What torch and Triton say when a kernel failed: nothing computes on that device any more until the process is another one.
 _LOST = re.compile(r"(CUDA|HIP) error|Triton Error \[(CUDA|HIP)\]")
@@ -20,8 +25,8 @@ _FULL = re.compile(r"out of memory|ALLOC_FAILED", re.IGNORECASE)
 class Mark(Protocol):
     """A place in the order of what a device does."""
 
-    def wait(self) -> None:
-        """Block the calling thread until everything launched before is done."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block the calling thread until everything launched before is done; False: it is not, `timeout_s` later."""
 
 
 class Device(Protocol):
@@ -137,8 +142,16 @@ class _Event:
     def record(self) -> None:
         self._event.record(torch.cuda.current_stream(self._place))
 
-    def wait(self) -> None:
-        self._event.synchronize()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            self._event.synchronize()
+            return True
+        deadline = monotonic() + timeout_s
+        while True:
+            is_done: bool = self._event.query()  # type: ignore[no-untyped-call]
+            if is_done or monotonic() >= deadline:
+                return is_done
+            time.sleep(_POLL_S)
 
 
 class HostDevice:
@@ -188,8 +201,8 @@ class HostDevice:
 
 
 class _Reached:
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    def wait(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002 (nothing to wait for)
+        return True
 
 
 def loss(error: RuntimeError) -> str:

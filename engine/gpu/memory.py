@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # Smaller blocks are gathered by a kernel, so that many take one copy; a larger one is worth a copy of its own.
 _PACKED_BELOW_BYTES = 64 << 10
 _READINGS_SHARE = 4  # so many users with a full share of the slots leave none to another
-_MAX_COPY_S = 10.0  # longer than any copy takes that ends at all
+_MAX_COPY_S = 10.0  # longer than any copy takes that ends at all: one that does not is the end of the process
 _CLOSED = "the KV memory was closed"
 
 
@@ -114,15 +114,19 @@ class DeviceBlocks:
         return reading
 
     def write(self, blocks: Sequence[int], parts: Sequence[bytes | memoryview]) -> None:
-        """See `core.sequence.BlockMemory`. Waits for the device only where all slots are on their way."""
+        """See `core.sequence.BlockMemory`. Waits for the device only where all slots are on their way, and not for ever."""
         require_blocks(blocks, self.num_blocks)
+        if self.failure:
+            raise TransferError(self.failure)
         try:
             with torch.inference_mode(), self._device.incoming():
                 for start in range(0, len(blocks), self.max_read_blocks):
                     piece = slice(start, start + self.max_read_blocks)
                     slot = self._write_slots[self._turn]
                     self._turn = (self._turn + 1) % len(self._write_slots)
-                    slot.wait()
+                    if not slot.wait(_MAX_COPY_S):
+                        self.failure = f"a copy of KV blocks to the device hangs: it takes more than {_MAX_COPY_S} s"
+                        raise TransferError(self.failure)
                     slot.fill(parts[piece])
                     try:
                         self._incoming.scatter(blocks[piece], slot)
@@ -219,11 +223,11 @@ class _Slot:
         """Write their numbers."""
         self._ids[: len(blocks)] = blocks
 
-    def wait(self) -> None:
-        """Block until the device is done with it."""
-        if self.mark is not None:
-            self.mark.wait()
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the device is done with it; False: it is not, `timeout_s` later."""
+        if self.mark is not None and self.mark.wait(timeout_s):
             self.mark = None
+        return self.mark is None
 
 
 class _Lane:

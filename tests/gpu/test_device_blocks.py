@@ -117,10 +117,13 @@ class Held:
         self._event = event
         self._is_waited_for = is_waited_for
 
-    def wait(self) -> None:
-        if self._event is not None:
-            self._is_waited_for.set()
-            assert self._event.wait(WITHIN_S)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self._event is None:
+            return True
+        self._is_waited_for.set()
+        is_done = self._event.wait(WITHIN_S if timeout_s is None else timeout_s)
+        assert is_done or timeout_s is not None
+        return is_done
 
 
 @pytest.fixture
@@ -220,6 +223,21 @@ def test_a_write_that_fails_is_an_error_of_its_transfer(
     with pytest.raises(TransferError, match=str(failure)):
         memory.write([0], some_bytes(memory, 1))
     assert memory.failure == (f"the device is lost: {LOST}" if failure is LOST else "")
+
+
+def test_a_copy_that_hangs_fails_its_transfer_and_then_the_process(
+    memory: DeviceBlocks, busy: BusyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.gpu.memory._MAX_COPY_S", 0.01)
+    done = busy.hold("incoming")
+    for block in range(2):  # as many as are on their way at once
+        memory.write([block], some_bytes(memory, 1))
+    assert not memory.failure
+    for _ in range(2):
+        with pytest.raises(TransferError, match="hangs"):
+            memory.write([2], some_bytes(memory, 1))
+    assert "hangs" in memory.failure, "what the process ends with"
+    done.set()
 
 
 @pytest.fixture
