@@ -8,7 +8,6 @@ Exit status: 0 done, 1 a wrong result, a variant that is not as it must be or a 
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -25,10 +24,10 @@ from bench.kernels.ahead_of_time import Compiled, Key, compile_all, digest, keye
 from bench.kernels.case import Case, Make
 from bench.kernels.cases import small_cases, timed_cases
 from bench.kernels.ceilings import measure_ceilings
-from bench.kernels.measure import Row, gate, is_missed, measure
+from bench.kernels.measure import Row, failed_row, gate, is_missed, measure
 from bench.kernels.report import candidate_lines, ceilings_line, timings
 from bench.kernels.timing import Clock, DeviceClock
-from bench.peers.report import environment, new_file
+from bench.peers.report import environment, finish, parser
 from bench.process import commit
 from kernels.gpu.registry import OPS
 from kernels.gpu.variant import ARCHS
@@ -39,23 +38,23 @@ _BUDGET_S, _QUICK_BUDGET_S = 0.2, 0.05
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """The command line. Exits with 2 where it is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="Speed and resources of GPU kernels.")
-    parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this one; may be repeated")
-    parser.add_argument(
+    made = parser("Speed and resources of GPU kernels.")
+    made.prog = "python -m bench.kernels"
+    made.add_argument("--op", action="append", choices=sorted(OPS), help="only this one; may be repeated")
+    made.add_argument(
         "--quick", action="store_true", help="fewer shapes; ahead of time: only what changed, and one of each"
     )
-    parser.add_argument("--candidates", action="store_true", help="time the configurations that were not chosen, too")
-    parser.add_argument("--enforce-targets", action="store_true", help="exit with 1 where a target is missed, too")
-    parser.add_argument("--ahead-of-time", action="store_true", help="compile and report, whatever the machine has")
-    parser.add_argument("--arch", action="append", choices=[arch.name for arch in ARCHS], help="compile for this only")
-    parser.add_argument("--write", action="store_true", help="ahead of time: write the committed tables")
-    parser.add_argument("--cache-dir", type=Path, help="where compiled kernels are kept; else where Triton keeps them")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that compile at once")
-    parser.add_argument("--output", type=new_file, help="write the JSON line to this file too")
-    args = parser.parse_args(arguments)
+    made.add_argument("--candidates", action="store_true", help="time the configurations that were not chosen, too")
+    made.add_argument("--enforce-targets", action="store_true", help="exit with 1 where a target is missed, too")
+    made.add_argument("--ahead-of-time", action="store_true", help="compile and report, whatever the machine has")
+    made.add_argument("--arch", action="append", choices=[arch.name for arch in ARCHS], help="compile for this only")
+    made.add_argument("--write", action="store_true", help="ahead of time: write the committed tables")
+    made.add_argument("--cache-dir", type=Path, help="where compiled kernels are kept; else where Triton keeps them")
+    made.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that compile at once")
+    args = made.parse_args(arguments)
     args.ahead_of_time = args.ahead_of_time or args.write or not torch.cuda.is_available()
     if args.write and (args.quick or args.op or args.arch):
-        parser.error("--write: the committed tables have every variant, so no --quick, --op or --arch")
+        made.error("--write: the committed tables have every variant, so no --quick, --op or --arch")
     return args
 
 
@@ -140,14 +139,22 @@ def time_cases(rig: Rig, with_candidates: bool, enforce_targets: bool) -> tuple[
         return False, {"wrong": wrong}
     ceilings = measure_ceilings(rig.device, rig.clock, rig.scale)
     rows: list[Row] = []
+    skipped: list[str] = []
     for case in rig.cases:
         print(f"{case.op}, {case.shape}", file=sys.stderr)
-        rows.append(measure(case, make, rig.clock, ceilings, rig.budget_s, with_candidates))
+        try:
+            rows.append(measure(case, make, rig.clock, ceilings, rig.budget_s, with_candidates))
+        except torch.OutOfMemoryError:
+            skipped.append(f"{case.op}, {case.shape}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other cases are timed
+            rows.append(failed_row(case, f"{type(error).__name__}: {error}".partition("\n")[0]))
         torch.cuda.empty_cache()
     print("\n".join(timings(rows)))
     if with_candidates:
         print("\n".join(candidate_lines(rows)))
     print(ceilings_line(ceilings))
+    if skipped:
+        print(f"too large for this device's memory: {'; '.join(skipped)}")
     wrong = [f"{row['op']}, {row['shape']}: {row['error']}" for row in rows if "error" in row]
     missed = [f"{row['op']}, {row['shape']}: {row['share']:.0%}" for row in rows if is_missed(row)]
     return not wrong and not (missed and enforce_targets), {
@@ -155,6 +162,7 @@ def time_cases(rig: Rig, with_candidates: bool, enforce_targets: bool) -> tuple[
         "matmul_tflop_per_s": round(ceilings.matmul_flops_per_s / 1e12, 1),
         "wrong": wrong,
         "missed": missed,
+        "skipped": skipped,
         "cases": rows,
     }
 
@@ -177,10 +185,7 @@ def main() -> None:
         is_ok, results = time_cases(rig, args.candidates, args.enforce_targets)
     gpu = None if args.ahead_of_time else torch.cuda.get_device_name()
     env = environment(commit=commit(), torch=torch.__version__, triton=triton.__version__, gpu=gpu, quick=args.quick)
-    line = json.dumps({"bench": "kernels", "ok": is_ok, "env": env, "results": results})
-    print(line)
-    if args.output is not None:
-        args.output.write_text(line + "\n")
+    finish("kernels", env, results, args.output, is_ok=is_ok)
     sys.exit(0 if is_ok else 1)
 
 

@@ -109,6 +109,13 @@ class Make:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
+    def memory_bytes(self) -> int:
+        """Of the device; where an interpreter takes its place, of a small one."""
+        if self.device.type == "cpu":
+            return 1 << 30
+        total: int = torch.cuda.get_device_properties(self.device).total_memory
+        return total
+
     def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Normally distributed."""
         return torch.empty(shape, dtype=dtype, device=self.device).normal_(0.0, scale, generator=self._generator)

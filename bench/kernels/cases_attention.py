@@ -34,7 +34,7 @@ from kernels.gpu.variant import Config, arch_of
 
 BLOCK_TOKENS = 16
 _MAX_LAYERS = 32  # of one cache: sets of inputs are its layers, as they are in a model
-_CACHE_BYTES = 40 << 30
+_CACHE_SHARE = 4  # a quarter of the memory: torch's copies, queries and results need some too
 _MAX_COPIED_BYTES = 12 << 30  # torch wants a contiguous copy of the cache
 _EPS = 1e-5
 
@@ -69,11 +69,6 @@ class _Attention(Case):
         """Of the queries and as large a result, for one token of each sequence."""
         return 2 * self.num_sequences * self.num_heads * self.dim * self.dtype.itemsize
 
-    @property
-    def num_layers(self) -> int:
-        """Of the cache: more layers are more sets of inputs, and blocks as far apart as a model's."""
-        return max(1, min(_MAX_LAYERS, _CACHE_BYTES // self._kv_bytes))
-
     def _layers(self, make: Make, count: int) -> tuple[list[Tensor], Tensor]:
         """[num_blocks, 2, kv_heads, block_tokens, dim] of each layer, and the sequences' blocks."""
         num_blocks = self.num_sequences * self._num_blocks
@@ -85,7 +80,9 @@ class _Attention(Case):
         return next(self._input_sets(make, 1))
 
     def input_sets(self, make: Make) -> Iterator[Inputs]:
-        return self._input_sets(make, self.num_layers)
+        # More layers are more sets of inputs, and blocks as far apart as a model's.
+        cache_bytes = make.memory_bytes() // _CACHE_SHARE
+        return self._input_sets(make, max(1, min(_MAX_LAYERS, cache_bytes // self._kv_bytes)))
 
     @abstractmethod
     def _input_sets(self, make: Make, count: int) -> Iterator[Inputs]:

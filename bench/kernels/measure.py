@@ -8,7 +8,7 @@ import torch
 
 from bench.kernels.case import Case, Inputs, Make
 from bench.kernels.ceilings import Ceilings
-from bench.kernels.timing import Clock, Timing
+from bench.kernels.timing import Clock, Timing, num_sets
 from kernels.gpu.registry import OPS
 from kernels.gpu.variant import Config, arch_of
 
@@ -50,10 +50,9 @@ def measure(case: Case, make: Make, clock: Clock, ceilings: Ceilings, budget_s: 
     Returns:
         Numbers, and "error" where the result is wrong: then nothing is timed.
     """
-    row: Row = {"op": case.op, "shape": case.shape, "dtype": case.type_name}
     sets = list(case.input_sets(make))
     if error := case.wrong_at_size(sets[0]):
-        return row | {"error": error}
+        return failed_row(case, error)
     cost, bound_s = case.cost(), ceilings.bound_s(case.cost())
 
     def timed(config: Config | None) -> Timing:
@@ -61,7 +60,7 @@ def measure(case: Case, make: Make, clock: Clock, ceilings: Ceilings, budget_s: 
         return clock.time([partial(case.call, inputs, config) for inputs in adapted], bound_s, budget_s)
 
     timing = timed(None)
-    row |= {
+    row = _named(case) | {
         "ms": timing.median_s * 1e3,
         "p25_ms": timing.p25_s * 1e3,
         "p75_ms": timing.p75_s * 1e3,
@@ -78,12 +77,17 @@ def measure(case: Case, make: Make, clock: Clock, ceilings: Ceilings, budget_s: 
         "share": bound_s / timing.median_s,
         "target": case.target if bound_s >= TARGET_FROM_S else None,
     }
-    row["torch_ms"] = _alternatives(case, sets, clock, bound_s, budget_s)
+    row["torch_ms"] = _alternatives(case, sets[: num_sets(case.set_bytes())], clock, bound_s, budget_s)
     if with_candidates:
         row["candidates_ms"] = {
             label: timed(config).median_s * 1e3 for label, config in candidates(case, make.device).items()
         }
     return row
+
+
+def failed_row(case: Case, error: str) -> Row:
+    """Of a case that was not timed."""
+    return _named(case) | {"error": error}
 
 
 def candidates(case: Case, device: torch.device) -> dict[str, Config]:
@@ -101,9 +105,16 @@ def is_missed(row: Row) -> bool:
     return bool(row.get("target")) and row["share"] < row["target"]
 
 
+def _named(case: Case) -> Row:
+    return {"op": case.op, "shape": case.shape, "dtype": case.type_name}
+
+
 def _alternatives(case: Case, sets: list[Inputs], clock: Clock, bound_s: float, budget_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    others = [case.alternatives(inputs) for inputs in sets]
+    try:
+        others = [case.alternatives(inputs) for inputs in sets]
+    except torch.OutOfMemoryError:  # torch wants a contiguous copy of the cache
+        return found
     for name in others[0]:
         try:
             found[name] = clock.time([other[name] for other in others], bound_s, budget_s).median_s * 1e3

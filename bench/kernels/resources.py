@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from kernels.gpu.variant import ARCHS
 TABLE = Path(__file__).with_name("resources.json")
 READABLE = Path(__file__).with_name("resources.md")
 
-_FIELDS = ("registers", "scalar_registers", "spills", "stack_bytes", "shared_bytes", "tensor_columns", "warps")
+_COLUMNS = ["is_chosen", "programs", *(field.name for field in fields(Resources))]
 Results = Mapping[Key, Compiled]
 
 _PREAMBLE = """# What the kernels take of a device
@@ -88,6 +88,7 @@ class Committed:
 def read(path: Path = TABLE) -> Committed:
     """The committed table."""
     table = json.loads(path.read_text())
+    assert table["columns"] == _COLUMNS, f"{path.name} has other columns; write it anew"
     results = {}
     for name, (is_chosen, programs, *figures) in table["kernels"].items():
         key = Key(*name.split("/"))
@@ -100,12 +101,11 @@ def write(committed: Committed, path: Path = TABLE, readable_path: Path = READAB
     rows = []
     for key, compiled in sorted(committed.results.items()):
         assert compiled.resources is not None
-        figures = [getattr(compiled.resources, name) for name in _FIELDS]
-        rows.append(f'    "{"/".join(key)}": {json.dumps([int(compiled.is_chosen), compiled.programs, *figures])}')
-    columns = json.dumps(["is_chosen", "programs", *_FIELDS])
+        figures = [int(compiled.is_chosen), compiled.programs, *astuple(compiled.resources)]
+        rows.append(f'    "{"/".join(key)}": {json.dumps(figures)}')
     body = ",\n".join(rows)
     head = f'  "triton": "{committed.triton}",\n  "digests": {json.dumps(committed.digests, indent=4)[:-1]}  }},\n'
-    path.write_text(f'{{\n{head}  "columns": {columns},\n  "kernels": {{\n{body}\n  }}\n}}\n')
+    path.write_text(f'{{\n{head}  "columns": {json.dumps(_COLUMNS)},\n  "kernels": {{\n{body}\n  }}\n}}\n')
     preamble = _PREAMBLE.format(version=committed.triton)
     readable_path.write_text("\n".join([preamble, *readable(committed.results)]) + "\n")
 

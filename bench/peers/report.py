@@ -78,9 +78,11 @@ def prefill_row(prompt_tokens: int, seconds: float) -> Row:
     }
 
 
-def finish(bench: str, env: dict[str, Any], results: dict[str, Any], output: Path | None) -> None:
+def finish(
+    bench: str, env: dict[str, Any], results: dict[str, Any], output: Path | None, *, is_ok: bool = True
+) -> None:
     """Print the JSON line, and write it to `output` where one was asked for."""
-    line = json.dumps({"bench": bench, "ok": True, "env": env, "results": results})
+    line = json.dumps({"bench": bench, "ok": is_ok, "env": env, "results": results})
     print(line)
     if output is not None:
         output.write_text(line + "\n")

@@ -174,6 +174,26 @@ def test_what_is_right_is_timed_and_reported(
     json.dumps(results)
 
 
+class _Large(SiluMul):
+    def inputs(self, make: Make) -> Inputs:
+        raise torch.OutOfMemoryError
+
+
+def test_a_case_that_fails_or_does_not_fit_costs_no_other_its_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_Wrong, "how", "raises")
+    good = AddRmsNorm(torch.float32, 3, 576)
+    for other, is_fine in ((_Wrong(torch.float32, 2, 100), False), (_Large(torch.float32, 2, 100), True)):
+        rig = Rig(device, HostClock(), [], [other, good], budget_s=0.0, scale=1e-4)
+        is_ok, results = time_cases(rig, with_candidates=False, enforce_targets=True)
+        assert is_ok == is_fine
+        assert results["cases"][-1]["ms"] > 0
+        printed = capsys.readouterr().out
+        assert ("WRONG: ValueError: no such tile" in printed) != is_fine
+        assert ("too large for this device's memory: silu_mul" in printed) == is_fine
+
+
 class _Device:
     """As much of `torch.cuda` as a clock needs: a device on which every call takes a millisecond."""
 
