@@ -58,3 +58,22 @@ class HostBlocks(ABC):
 
     def close(self) -> None:  # noqa: B027 (not abstract: there is nothing to let go of)
         """See `core.sequence.BlockMemory`; the bytes move by themselves."""
+
+
+class ByteBlocks(HostBlocks):
+    """Blocks in one bytearray; the fake of `core.sequence.BlockMemory`.
+
+    Args:
+        num_blocks: how many.
+        block_bytes: bytes of one block.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._bytes = memoryview(bytearray(num_blocks * block_bytes))
+
+    def view(self, block: int) -> memoryview:
+        """The writable bytes of one block, shared, not copied. Raises IndexError when there is no such block."""
+        require_blocks((block,), self.num_blocks)
+        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -56,16 +55,6 @@ class Backend(NamedTuple):
     runner: ModelRunner
     memory: WorkerMemory
     cache: Tensor  # [num_blocks, layers, 2, kv_heads, block_tokens, dim], what `memory` moves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendLimits:
-    """What a device's buffers are made for, and how much of its memory is taken. CPUs allocate as they go."""
-
-    max_batched_tokens: int = 512
-    max_sequences: int = 64
-    max_context_tokens: int = 0  # 0: what the model was made for
-    gpu_memory_share: float = 0.9  # for weights, steps and KV blocks together
 
 
 def find_place(name: str) -> torch.device:
@@ -122,8 +111,10 @@ def load_backend(
     place: torch.device,
     layout: KVLayout,
     library: Path | None,
-    limits: BackendLimits,
+    limits: StepLimits,
     *,
+    max_context_tokens: int = 0,
+    gpu_memory_share: float = 0.9,
     num_blocks: int | None = None,
     kv_memory_bytes: int | None = None,
     threads: int = 1,
@@ -138,7 +129,9 @@ def load_backend(
         place: where they go.
         layout: of one block.
         library: the native library, or None.
-        limits: of any step.
+        limits: of any step; a GPU's buffers are made for them, a CPU allocates as it goes.
+        max_context_tokens: of one sequence; 0: what the model was made for.
+        gpu_memory_share: of a GPU's memory, for weights, steps and KV blocks together.
         num_blocks: how many KV blocks, or
         kv_memory_bytes: memory to fill with them; neither: what a GPU has left.
         threads: native compute threads.
@@ -161,12 +154,12 @@ def load_backend(
             GpuLimits(
                 max_batched_tokens=limits.max_batched_tokens,
                 max_sequences=limits.max_sequences,
-                max_context_tokens=limits.max_context_tokens or config.max_context_tokens,
+                max_context_tokens=max_context_tokens or config.max_context_tokens,
                 block_tokens=layout.block_tokens,
             ),
             num_blocks=num_blocks,
             kv_memory_bytes=kv_memory_bytes,
-            memory_share=limits.gpu_memory_share,
+            memory_share=gpu_memory_share,
             deterministic=deterministic,
             quantization=quantization,
         )

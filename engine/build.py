@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig
-from engine.backend import BackendLimits, WorkerMemory, find_place
+from engine.backend import WorkerMemory, find_place
 from engine.batch import Decoder
 from engine.block_pool import BlockPool
 from engine.load import load_runner
@@ -84,12 +84,9 @@ def build_engine(
             block_tokens=block_tokens,
             num_blocks=num_blocks or None,
             kv_memory_bytes=None if num_blocks else kv_memory_bytes,
-            limits=BackendLimits(
-                max_batched_tokens=limits.max_batched_tokens,
-                max_sequences=limits.max_sequences,
-                max_context_tokens=max_context_tokens,
-                gpu_memory_share=gpu_memory_share,
-            ),
+            limits=limits,
+            max_context_tokens=max_context_tokens,
+            gpu_memory_share=gpu_memory_share,
             threads=threads,
             quantization=quantization,
             deterministic=deterministic,

@@ -10,16 +10,17 @@ from core.errors import ConfigError
 from core.layout import Fingerprint, KVLayout
 from core.model_config import ModelConfig, load_model_config
 from engine.backend import (
-    BackendLimits,
     ModelRunner,
     WorkerMemory,
     find_place,
     load_backend,
     native_library,
     resolve_dtype,
+    step_limits,
 )
 from engine.batch import Decoder
 from engine.kv_cache import DTYPES
+from engine.scheduler import StepLimits
 from engine.weights import Progress, WeightReader, checkpoint_dtype, weights_hash
 from kernels.native.ops import Quantization
 
@@ -47,7 +48,9 @@ def load_runner(
     block_tokens: int = 16,
     num_blocks: int | None = None,
     kv_memory_bytes: int | None = None,
-    limits: BackendLimits | None = None,
+    limits: StepLimits | None = None,
+    max_context_tokens: int = 0,
+    gpu_memory_share: float = 0.9,
     threads: int | None = None,
     deterministic: bool = False,
     quantization: Quantization | None = None,
@@ -64,7 +67,8 @@ def load_runner(
         block_tokens: tokens in one KV block; a power of two.
         num_blocks: how many KV blocks; or
         kv_memory_bytes: memory to fill with them. One of the two is given, or, on a GPU, neither: what it has left.
-        limits: of any step; None: those of small ones.
+        limits: of any step; None: the device's own.
+        max_context_tokens, gpu_memory_share: as for `load_backend`.
         threads: compute threads of this process; None: one, and what torch chooses for its own operations.
         deterministic: a token's logits are the same bits in any batch, however its prompt was cut into chunks.
         quantization: int8 or int4 weights instead of the checkpoint's. Such KV is not exchanged with others.
@@ -93,7 +97,9 @@ def load_runner(
             place,
             layout,
             library,
-            limits or BackendLimits(),
+            limits or step_limits(device, None, None),
+            max_context_tokens=max_context_tokens,
+            gpu_memory_share=gpu_memory_share,
             num_blocks=num_blocks,
             kv_memory_bytes=kv_memory_bytes,
             threads=threads or 1,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from core.errors import ConfigError
-from core.host_blocks import HostBlocks
+from core.host_blocks import ByteBlocks, HostBlocks
 from core.layout import KVLayout
-from core.sequence import TokenLogprobs, require_blocks
+from core.sequence import TokenLogprobs
 from engine.block_pool import BlockPool
 from engine.loop import EngineLoop
 from engine.plan import Chunk, Done, Launched, Sampled, StepPlan
@@ -31,20 +31,6 @@ VOCAB_SIZE = 256
 def scripted_layout(block_tokens: int = 16) -> KVLayout:
     """The smallest layout the runner can write: 8 bytes a token."""
     return KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=block_tokens, dtype="float32")
-
-
-class ByteMemory(HostBlocks):
-    """KV blocks in one bytearray."""
-
-    def __init__(self, num_blocks: int, layout: KVLayout) -> None:
-        self.num_blocks = num_blocks
-        self.block_bytes = layout.block_bytes
-        self._bytes = memoryview(bytearray(num_blocks * layout.block_bytes))
-
-    def view(self, block: int) -> memoryview:
-        """The writable bytes of one block, shared, not copied. Raises IndexError when there is no such block."""
-        require_blocks((block,), self.num_blocks)
-        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
 
 class StepGate:
@@ -270,7 +256,7 @@ class ScriptedEngine(NamedTuple):
 
     loop: EngineLoop
     runner: ScriptedRunner
-    memory: ByteMemory
+    memory: ByteBlocks
     pool: BlockPool
     layout: KVLayout
 
@@ -287,7 +273,7 @@ def scripted_engine(
         swap_bytes: of host memory for preempted sequences.
     """
     layout = layout or scripted_layout()
-    memory = ByteMemory(num_blocks, layout)
+    memory = ByteBlocks(num_blocks, layout.block_bytes)
     runner = ScriptedRunner(memory=memory, layout=layout)
     pool = BlockPool(num_blocks)
     loop = EngineLoop(

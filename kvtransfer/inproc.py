@@ -1,4 +1,4 @@
-"""In-process transport and block memory: every service test runs on them in milliseconds."""
+"""In-process transport: every service test runs on them in milliseconds."""
 
 import asyncio
 import itertools
@@ -6,30 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.errors import TransferError
-from core.host_blocks import HostBlocks
-from core.sequence import require_blocks
 from kvtransfer.transport import Part, PeerUnreachableError, Released, Socket, TransportFullError
 
 _Message = tuple[bytes, list[Part]]
-
-
-class ByteBlocks(HostBlocks):
-    """Blocks in one bytearray; the fake of `core.sequence.BlockMemory`.
-
-    Args:
-        num_blocks: how many.
-        block_bytes: bytes of one block.
-    """
-
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self._bytes = memoryview(bytearray(num_blocks * block_bytes))
-
-    def view(self, block: int) -> memoryview:
-        """The writable bytes of one block. Raises IndexError when there is no such block."""
-        require_blocks((block,), self.num_blocks)
-        return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
 
 @dataclass(eq=False)

@@ -4,8 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from core.host_blocks import ByteBlocks
 from core.sequence import require_blocks
-from kvtransfer.inproc import ByteBlocks
 
 
 class LateBlocks(ByteBlocks):

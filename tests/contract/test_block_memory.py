@@ -6,10 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from core.host_blocks import ByteBlocks
 from core.layout import KVLayout
 from engine.kv_cache import KVCache
-from engine.scripted import ByteMemory, scripted_layout
-from kvtransfer.inproc import ByteBlocks
 from kvtransfer.late_blocks import LateBlocks
 from tests.contract.block_memory import AnyMemory, BlockMemoryContract
 
@@ -21,11 +20,10 @@ def in_a_thread(finish: Callable[[], None]) -> None:
 
 
 class TestHostMemory(BlockMemoryContract):
-    @pytest.fixture(params=["KVCache", "ByteMemory", "ByteBlocks"])
+    @pytest.fixture(params=["KVCache", "ByteBlocks"])
     def memory(self, request: pytest.FixtureRequest) -> AnyMemory:
         makers: dict[str, Callable[[], AnyMemory]] = {
             "KVCache": lambda: KVCache(LAYOUT, 12, torch.device("cpu")),
-            "ByteMemory": lambda: ByteMemory(13, scripted_layout(4)),
             "ByteBlocks": lambda: ByteBlocks(20, 48),
         }
         return makers[request.param]()

@@ -9,11 +9,11 @@ from typing import Any
 
 from core.clock import Clock, ManualClock
 from core.errors import FrameError
+from core.host_blocks import ByteBlocks
 from core.ids import new_transfer_id
 from core.layout import Fingerprint
 from kvtransfer.config import TransferConfig
 from kvtransfer.frames import Begin, Control, Data, Hello, HelloOk, decode, encode_control, encode_data
-from kvtransfer.inproc import ByteBlocks
 from kvtransfer.late_blocks import LateBlocks
 from kvtransfer.receiver import KVReceiver
 from kvtransfer.sender import KVSender

@@ -6,35 +6,36 @@ from collections.abc import Callable
 import pytest
 
 from core.clock import ManualClock
+from core.host_blocks import ByteBlocks
 from engine.host_swap import HostSwap, Rates, is_swap_cheaper
-from engine.scripted import ByteMemory, scripted_layout
+from engine.scripted import scripted_layout
 
 LAYOUT = scripted_layout(4)
 NUM_BLOCKS = 6
 
 
 @pytest.fixture
-def memory() -> ByteMemory:
+def memory() -> ByteBlocks:
     """Each block is full of its own number."""
-    memory = ByteMemory(NUM_BLOCKS, LAYOUT)
+    memory = ByteBlocks(NUM_BLOCKS, LAYOUT.block_bytes)
     for block in range(NUM_BLOCKS):
         memory.view(block)[:] = bytes([block]) * LAYOUT.block_bytes
     return memory
 
 
 def swap_of(
-    memory: ByteMemory, num_slots: float, on_copied: Callable[[int, float], None] = lambda *_: None
+    memory: ByteBlocks, num_slots: float, on_copied: Callable[[int, float], None] = lambda *_: None
 ) -> HostSwap:
     return HostSwap(memory, int(num_slots * mmap.PAGESIZE), on_copied, ManualClock())
 
 
-def blocks_of(memory: ByteMemory) -> list[int]:
+def blocks_of(memory: ByteBlocks) -> list[int]:
     """The number each block is full of."""
     assert all(len(set(memory.view(block))) == 1 for block in range(NUM_BLOCKS))
     return [memory.view(block)[0] for block in range(NUM_BLOCKS)]
 
 
-def test_blocks_come_back_wherever_they_are_loaded(memory: ByteMemory) -> None:
+def test_blocks_come_back_wherever_they_are_loaded(memory: ByteBlocks) -> None:
     swap = swap_of(memory, 3)
     slots = swap.save([4, 1, 5])
     assert (len(set(slots)), swap.num_free) == (3, 0)
@@ -44,7 +45,7 @@ def test_blocks_come_back_wherever_they_are_loaded(memory: ByteMemory) -> None:
     assert blocks_of(memory) == [4, 99, 5, 1, 99, 99]
 
 
-def test_slots_are_used_again_and_hold_the_newest(memory: ByteMemory) -> None:
+def test_slots_are_used_again_and_hold_the_newest(memory: ByteBlocks) -> None:
     swap = swap_of(memory, 2)
     for block in (1, 2, 3):
         slots = swap.save([block, block])
@@ -56,22 +57,22 @@ def test_slots_are_used_again_and_hold_the_newest(memory: ByteMemory) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [0, 0.9, 1.5])
-def test_what_does_not_fit_is_not_saved_at_all(memory: ByteMemory, num_slots: float) -> None:
+def test_what_does_not_fit_is_not_saved_at_all(memory: ByteBlocks, num_slots: float) -> None:
     swap = swap_of(memory, num_slots)
     assert swap.save([0, 1]) == []
     assert swap.num_free == int(num_slots)
     assert swap.save([]) == []
 
 
-def test_copies_are_timed(memory: ByteMemory) -> None:
+def test_copies_are_timed(memory: ByteBlocks) -> None:
     clock, told = ManualClock(), []
 
-    class SlowMemory(ByteMemory):
+    class SlowMemory(ByteBlocks):
         def view(self, block: int) -> memoryview:
             clock.advance(2.0)
             return super().view(block)
 
-    slow = SlowMemory(NUM_BLOCKS, LAYOUT)
+    slow = SlowMemory(NUM_BLOCKS, LAYOUT.block_bytes)
     swap = HostSwap(slow, 4 * mmap.PAGESIZE, lambda *copied: told.append(copied), clock)
     slots = swap.save([0, 1])
     swap.load(slots[:1], [3])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.inproc import ByteBlocks, InprocTransport
+from core.host_blocks import ByteBlocks
+from kvtransfer.inproc import InprocTransport
 from kvtransfer.transport import Part
 from tests.unit.kvtransfer_helpers import (
     BLOCK_BYTES,

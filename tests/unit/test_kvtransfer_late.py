@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from core.errors import TransferError
+from core.host_blocks import ByteBlocks
 from kvtransfer.frames import Commit, Data, HelloOk
-from kvtransfer.inproc import ByteBlocks, InprocTransport
+from kvtransfer.inproc import InprocTransport
 from kvtransfer.late_blocks import LateBlocks
 from kvtransfer.ticket import TransferOutcome
 from tests.unit.kvtransfer_helpers import (

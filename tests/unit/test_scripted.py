@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import pytest
 
 from core.errors import ConfigError
+from core.host_blocks import ByteBlocks
 from core.layout import KVLayout
 from core.sampling import SamplingParams
 from core.sequence import SequenceOutput, SequenceSpec, StepResult
 from engine.plan import Chunk, StepPlan
 from engine.scheduler import StepLimits
 from engine.scripted import (
-    ByteMemory,
     ScriptedEngine,
     ScriptedRunner,
     StepGate,
@@ -141,14 +141,14 @@ def test_a_missing_block_changes_the_answer(block: int) -> None:
 
 def test_runner_and_memory_must_agree() -> None:
     with pytest.raises(ConfigError, match="128 bytes"):
-        ScriptedRunner(memory=ByteMemory(2, scripted_layout(16)), layout=scripted_layout(8))
+        ScriptedRunner(memory=ByteBlocks(2, scripted_layout(16).block_bytes), layout=scripted_layout(8))
     narrow = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="bfloat16")
     with pytest.raises(ConfigError, match="4 bytes a token"):
-        ScriptedRunner(memory=ByteMemory(2, narrow), layout=narrow)
+        ScriptedRunner(memory=ByteBlocks(2, narrow.block_bytes), layout=narrow)
 
 
 def test_a_view_shares_the_bytes_of_its_block_only() -> None:
-    memory = ByteMemory(3, scripted_layout(4))
+    memory = ByteBlocks(3, scripted_layout(4).block_bytes)
     memory.view(1)[:] = b"\xff" * memory.block_bytes
     assert [bytes(memory.view(block)) for block in range(3)] == [bytes(32), b"\xff" * 32, bytes(32)]
     with pytest.raises(IndexError, match="block 3"):
@@ -156,7 +156,7 @@ def test_a_view_shares_the_bytes_of_its_block_only() -> None:
 
 
 def test_a_failing_step_writes_nothing() -> None:
-    memory = ByteMemory(1, scripted_layout())
+    memory = ByteBlocks(1, scripted_layout().block_bytes)
     runner = ScriptedRunner(memory=memory, layout=scripted_layout(), fail_when=lambda plan: ValueError("planned"))
     with pytest.raises(ValueError, match="planned"):
         runner.run(StepPlan([Chunk(Sequence(spec([5], [0])), 1)]))
