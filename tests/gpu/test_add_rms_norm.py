@@ -98,7 +98,8 @@ def test_zeros_stay_zeros(device: torch.device) -> None:
 
 
 def test_no_rows(device: torch.device) -> None:
-    normed, summed = add_rms_norm(torch.empty(0, 64), torch.empty(0, 64), torch.ones(64), _EPS)
+    none, weight = torch.empty(0, 64, device=device), torch.ones(64, device=device)
+    normed, summed = add_rms_norm(none, none, weight, _EPS)
     assert normed.shape == summed.shape == (0, 64)
 
 
