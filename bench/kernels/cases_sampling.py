@@ -133,23 +133,9 @@ class EditLogits(Case):
             make.uniform(self.num_rows),
         )
 
-    def call(self, inputs: Inputs, config: Config | None) -> Outputs:
-        logits, bias_first, bias_ids, biases, said_first, said_ids, said_counts, *penalties = inputs
-        repetitions, frequencies, presences = penalties
-        edit_logits(
-            logits,
-            bias_first,
-            bias_ids,
-            biases,
-            said_first,
-            said_ids,
-            said_counts,
-            repetitions,
-            frequencies,
-            presences,
-            config=config,
-        )
-        return (logits,)
+    def call(self, inputs: Inputs, config: Config | None) -> Outputs:  # noqa: ARG002 - it has one only
+        edit_logits(*inputs)
+        return (inputs[0],)
 
     def expected(self, inputs: Inputs) -> Outputs:
         logits, *rest = inputs
@@ -186,9 +172,9 @@ class TopLogprobs(Case):
     def inputs(self, make: Make) -> Inputs:
         return _logits(make, self.num_rows, self.vocab), make.integers(0, self.vocab, self.num_rows)
 
-    def call(self, inputs: Inputs, config: Config | None) -> Outputs:
+    def call(self, inputs: Inputs, config: Config | None) -> Outputs:  # noqa: ARG002 - it has one only
         logits, tokens = inputs
-        return top_logprobs(logits, tokens, self.num_top, config=config)
+        return top_logprobs(logits, tokens, self.num_top)
 
     def expected(self, inputs: Inputs) -> Outputs:
         logits, tokens = inputs

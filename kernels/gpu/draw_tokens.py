@@ -20,6 +20,7 @@ then each read takes a row's multiprocessor 6 us for its 512 KiB, or 12 us where
 about 12 us greedy or unfiltered, 25 us min-p alone, 55 to 80 us with top-k or top-p, 300 us where no list holds what is kept.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -289,6 +290,7 @@ def draw_tokens(
     return tokens
 
 
+@functools.cache
 def _config(arch: Arch) -> Config:
     # As long as there are fewer rows than multiprocessors, a row's program has one to itself and may take all its registers.
     return _layout(4, 2048, 8) if arch.backend == "hip" else _layout(4, 4096, 8)

@@ -4,6 +4,7 @@ Only the logits that a list names are read or written, so the time is that of th
 lists may name the same token, and the second must see what the first one left.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -104,7 +105,6 @@ def edit_logits(
     repetitions: Tensor,
     frequencies: Tensor,
     presences: Tensor,
-    config: Config | None = None,
 ) -> None:
     """Change logits in place, as `engine.sampler` does: hold tokens back, add biases, then penalise what was said.
 
@@ -122,16 +122,15 @@ def edit_logits(
         repetitions: [n] float32, above 0; divides a logit above 0 and multiplies one below; 1 is off.
         frequencies: [n] float32, taken off for each time the token was said; 0 is off.
         presences: [n] float32, taken off once if the answer has the token; 0 is off.
-        config: other tile sizes than the chosen ones.
     Raises:
         ValueError: `logits` is not float32 with a contiguous last dimension.
     Source: logit bias, frequency and presence penalty as in the OpenAI API; repetition penalty: Keskar et al., 2019 (CTRL).
     """
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"need float32 rows with stride 1; got {logits.dtype}, strides {logits.stride()}")
-    config = config or _config(arch_of(logits.device))
     if len(logits) == 0:
         return
+    config = _config(arch_of(logits.device))
     _edit_logits_kernel[(len(logits),)](
         logits,
         bias_first,
@@ -150,6 +149,7 @@ def edit_logits(
     )
 
 
+@functools.cache
 def _config(arch: Arch) -> Config:
     # Gathers of single logits wait for memory: four per thread are under way at once.
     return Config({"TILE": 1024}, num_warps=256 // arch.warp_size)

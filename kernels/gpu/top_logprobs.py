@@ -9,6 +9,7 @@ Reads of a row: 1, and at most 16 KiB. Estimated for 64 rows of 128k logits on a
 4 TB/s), then less than 1 us for each of the `num_top`.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -143,9 +144,7 @@ def _top_kernel(
         packed = tl.where(packed == first, NONE, packed)
 
 
-def top_logprobs(
-    logits: Tensor, tokens: Tensor, num_top: int, config: Config | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities under a softmax of whole rows: of one token each, and of the best ones.
 
     What is less likely than MIN_LOGPROB has that. `tokens` are not checked beyond what memory safety takes.
@@ -154,7 +153,6 @@ def top_logprobs(
         logits: [n, vocab] float32, last dimension contiguous, rows any distance apart; not changed.
         tokens: [n] int32; one outside the vocabulary, such as -1, has no log-probability.
         num_top: how many of the best to name, 0 to 20.
-        config: other tile sizes than the chosen ones.
     Returns:
         [n] float32, each token's; NaN where it has none, or its row has a NaN or a best logit that is not finite. [n, num_top]
         int32, the best tokens, best first, equal ones by id; -1 past the end of the vocabulary and in an unusable row.
@@ -168,13 +166,14 @@ def top_logprobs(
         raise ValueError(f"need float32 rows of stride 1; got {logits.dtype}, {tuple(logits.shape)}, {logits.stride()}")
     if not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise ValueError(f"num_top={num_top} is not in [0, {MAX_TOP_LOGPROBS}]")
-    config = config or _config(arch_of(logits.device))
-    tiles, device = config.tiles, logits.device
+    device = logits.device
     chosen = torch.empty(n, dtype=torch.float32, device=device)
     ids = torch.empty((n, num_top), dtype=torch.int32, device=device)
     values = torch.empty((n, num_top), dtype=torch.float32, device=device)
     if n == 0:
         return chosen, ids, values
+    config = _config(arch_of(device))
+    tiles = config.tiles
     work = torch.empty((n, tiles["WORK"]), dtype=torch.float32, device=device)
     _peak_kernel[(triton.cdiv(vocab, tiles["TILE"]), n)](
         logits, work, vocab, logits.stride(0), **tiles, num_warps=4, num_stages=1
@@ -198,6 +197,7 @@ def top_logprobs(
     return chosen, ids, values
 
 
+@functools.cache
 def _config(arch: Arch) -> Config:
     max_groups = MAX_VOCAB // GROUP
     tiles = {"TILE": TILE, "GROUP": GROUP, "MAX_GROUPS": max_groups, "WORK": max_groups + 2 * MAX_TILES}
