@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name every torch reader know
 from bench.kernels.case import Case, Inputs, Make, Outputs
 from bench.kernels.ceilings import Cost
 from kernels.gpu.linear import linear, linear_ref
-from kernels.gpu.quantized_linear import quantize, quantized_linear, quantized_linear_ref
+from kernels.gpu.quantized_linear import GROUP, quantize, quantized_linear, quantized_linear_ref
 from kernels.gpu.variant import Config
 
 
@@ -60,7 +60,6 @@ class QuantizedLinear(Case):
     num_outputs: int
     num_inputs: int
     bits: Literal[8, 4]
-    group: int = 128  # inputs that share a scale
 
     @property
     def shape(self) -> str:
@@ -72,17 +71,13 @@ class QuantizedLinear(Case):
 
     def cost(self) -> Cost:
         weights = self.num_inputs * self.num_outputs
-        weight_bytes = weights * self.bits // 8 + weights // self.group * 4
+        weight_bytes = weights * self.bits // 8 + weights // GROUP * 4
         rows_bytes = self.num_rows * (self.num_inputs + self.num_outputs) * self.dtype.itemsize
         return Cost(weight_bytes + rows_bytes, 2 * self.num_rows * weights)
 
     def inputs(self, make: Make) -> Inputs:
         weight = make.normal(self.num_outputs, self.num_inputs, dtype=self.dtype, scale=self.num_inputs**-0.5)
-        return (
-            make.normal(self.num_rows, self.num_inputs, dtype=self.dtype),
-            quantize(weight, self.bits, self.group),
-            weight,
-        )
+        return make.normal(self.num_rows, self.num_inputs, dtype=self.dtype), quantize(weight, self.bits), weight
 
     def call(self, inputs: Inputs, config: Config | None) -> Outputs:
         x, weight, _ = inputs

@@ -25,7 +25,7 @@ from kernels.gpu.linear import add_segments, is_split, num_segments, tile_of
 from kernels.gpu.variant import TRITON_TYPES, Arch, Config, Variant, arch_of
 from kernels.linear import linear_ref
 
-GROUPS = (64, 128)  # inputs that share a scale
+GROUP = 128  # inputs that share a scale; an output's last ones may be padded with zeros
 _FEW_ROWS, _SOME_ROWS = 16, 64  # up to these, and above both, a tile is as high as 16, 64 and 128 rows
 _MAX_SEGMENTS = 8
 
@@ -34,15 +34,14 @@ _MAX_SEGMENTS = 8
 class QuantizedWeight:
     """Weights [out, in] as integers and the scales that make numbers of them."""
 
-    codes: Tensor  # [groups, out, group * bits / 32] int32, as `_pack` orders them
+    codes: Tensor  # [groups, out, 4 * bits] int32, as `_pack` orders them
     scales: Tensor  # [groups, out] float32
     bits: Literal[8, 4]
-    group: int  # inputs that share a scale; the last group may be padded with zeros
     num_inputs: int
     num_outputs: int
 
 
-def quantize(weight: Tensor, bits: Literal[8, 4], group: int = 128) -> QuantizedWeight:
+def quantize(weight: Tensor, bits: Literal[8, 4]) -> QuantizedWeight:
     """Round weights to the nearest of 255 or 16 multiples of their group's scale.
 
     8 bits: -127 to 127 times the largest of the group / 127. 4 bits: -8 to 7, the scale signed so that the largest is -8: a
@@ -52,18 +51,17 @@ def quantize(weight: Tensor, bits: Literal[8, 4], group: int = 128) -> Quantized
         weight: [out, in], any float dtype, finite: a group with a number that is not finite becomes NaN. Takes about 16 bytes
             for each weight while it works.
         bits: of a code.
-        group: inputs that share a scale: 64 or 128.
     Returns:
         The codes and scales, on the weights' device.
     Raises:
-        ValueError: another number of bits, another group, or codes of 8 GiB and more.
+        ValueError: another number of bits, or codes of 8 GiB and more.
     """
-    if bits not in (8, 4) or group not in GROUPS:
-        raise ValueError(f"bits={bits}, group={group}: need 8 or 4 bits, groups of {GROUPS}")
+    if bits not in (8, 4):
+        raise ValueError(f"bits={bits}: need 8 or 4")
     num_outputs, num_inputs = weight.shape
-    if num_outputs * (num_inputs + group) * bits >= 2**31 * 32:  # the kernel counts words in 32 bits
+    if num_outputs * (num_inputs + GROUP) * bits >= 2**31 * 32:  # the kernel counts words in 32 bits
         raise ValueError(f"weights {tuple(weight.shape)}: too many, need fewer than 8 GiB of codes")
-    grouped = F.pad(weight.float(), (0, -num_inputs % group)).view(num_outputs, -1, group)
+    grouped = F.pad(weight.float(), (0, -num_inputs % GROUP)).view(num_outputs, -1, GROUP)
     largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     low, high = (-127, 127) if bits == 8 else (-8, 7)
@@ -73,7 +71,6 @@ def quantize(weight: Tensor, bits: Literal[8, 4], group: int = 128) -> Quantized
         codes=_pack(codes, bits),
         scales=scales[..., 0].T.contiguous(),
         bits=bits,
-        group=group,
         num_inputs=num_inputs,
         num_outputs=num_outputs,
     )
@@ -83,9 +80,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     # A tile of outputs is one run of memory for each group, and one output's part of it is words of 32 bits. The group's
     # inputs are cut into 16 / bits parts; a word holds two neighbours of each part, in its lower and its upper half: where
     # two numbers of 16 bits lie in a register of the tensor cores' operand. A shift and a mask thus unpack two at a time.
-    num_outputs, num_groups, group = codes.shape
     parts = 16 // bits
-    pairs = (codes + (1 << bits - 1)).view(num_outputs, num_groups, parts, group // parts // 2, 2)
+    pairs = (codes + (1 << bits - 1)).view(*codes.shape[:2], parts, GROUP // parts // 2, 2)
     words = sum(pairs[:, :, part, :, half] << part * bits + 16 * half for part in range(parts) for half in range(2))
     assert isinstance(words, Tensor)
     return words.transpose(0, 1).contiguous()  # int32: what reaches the 32nd bit is its sign
@@ -282,11 +278,11 @@ def quantized_linear(
         num_outputs,
         x.stride(0),
         **tiles,
-        GROUP=weight.group,
+        GROUP=GROUP,
         BITS=weight.bits,
         SEGMENTS=segments,
         IS_SPLIT=is_apart,
-        IS_WHOLE=num_inputs % weight.group == 0,
+        IS_WHOLE=num_inputs % GROUP == 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -329,7 +325,7 @@ def _tiles(block_m: int, block_n: int) -> dict[str, int]:
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """Every form for groups of 128 that the inputs fill, and outputs that divide by 16; 4 segments where it has some."""
+    """Every form for inputs that fill their groups, and outputs that divide by 16; 4 segments where it has some."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for bits in (8, 4):
             forms: dict[str, Variant] = {}
@@ -347,7 +343,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 def _variant(dtype: torch.dtype, bits: int, config: Config, shape: str, is_chosen: bool) -> Variant:
     kind, tiles, is_apart = TRITON_TYPES[dtype], config.tiles, shape == "split"
-    constants: dict[str, Any] = {**tiles, "GROUP": 128, "BITS": bits, "SEGMENTS": 1 if shape.startswith("one") else 4}
+    constants: dict[str, Any] = {**tiles, "GROUP": GROUP, "BITS": bits, "SEGMENTS": 1 if shape.startswith("one") else 4}
     constants |= {"IS_SPLIT": is_apart, "IS_WHOLE": True}
     types = {"x_ptr": f"*{kind}", "codes_ptr": "*i32", "scales_ptr": "*fp32", "bias_ptr": f"*{kind}"}
     types |= {"out_ptr": "*fp32" if is_apart else f"*{kind}"}

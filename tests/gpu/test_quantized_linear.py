@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 import kernels.gpu.linear
 import kernels.gpu.quantized_linear
 from kernels.gpu.quantized_linear import (
+    GROUP,
     QuantizedWeight,
     dequantize,
     quantize,
@@ -64,31 +65,31 @@ def _assert_right(out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor 
     assert bool(((out.double() - expected).abs() <= bound).all())
 
 
-def _error(weight: Tensor, bits: Bits, group: int = 128) -> float:
-    return float((dequantize(quantize(weight, bits, group)) - weight).norm() / weight.norm())
+def _error(weight: Tensor, bits: Bits) -> float:
+    return float((dequantize(quantize(weight, bits)) - weight).norm() / weight.norm())
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    ("n", "num_inputs", "num_outputs", "group"),
+    ("n", "num_inputs", "num_outputs"),
     [
-        (1, 256, 100, 128),
-        (17, 100, 17, 64),
-        (16, 17, 130, 128),
-        (65, 300, 40, 128),
-        (130, 192, 1, 64),
-        (15, 1000, 63, 128),
-        (1000, 15, 16, 64),
-        (15, 63, 1000, 128),
+        (1, 256, 100),
+        (17, 100, 17),
+        (16, 17, 130),
+        (65, 300, 40),
+        (130, 192, 1),
+        (15, 1000, 63),
+        (1000, 15, 16),
+        (15, 63, 1000),
     ],
 )
 def test_quantized_linear_is_the_product_with_what_the_codes_stand_for(
-    n: int, num_inputs: int, num_outputs: int, group: int, bits: Bits, dtype: torch.dtype, device: torch.device,
+    n: int, num_inputs: int, num_outputs: int, bits: Bits, dtype: torch.dtype, device: torch.device,
     poisoned_empty: None,
 ) -> None:  # fmt: skip
     x, wide, bias = _inputs(n, num_inputs, num_outputs, dtype, device)
-    weight = quantize(wide, bits, group)
+    weight = quantize(wide, bits)
     out = quantized_linear(x, weight, bias)
     _assert_right(out, x, weight, bias)
     reference = quantized_linear_ref(x, weight, bias)
@@ -99,15 +100,15 @@ def test_quantized_linear_is_the_product_with_what_the_codes_stand_for(
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("bits", BITS)
 def test_every_code_at_every_place_is_read_as_itself(bits: Bits, dtype: torch.dtype, device: torch.device) -> None:
-    group, low = 128, -127 if bits == 8 else -8
-    codes = (torch.arange(32 * group).view(32, group) * 5 + torch.arange(32)[:, None]) % (
+    low = -127 if bits == 8 else -8
+    codes = (torch.arange(32 * GROUP).view(32, GROUP) * 5 + torch.arange(32)[:, None]) % (
         256 - 1 if bits == 8 else 16
     ) + low
     codes[:, 0] = low  # the largest: the scale is 1
-    weight = quantize(codes.to(device).float(), bits, group)
+    weight = quantize(codes.to(device).float(), bits)
     assert torch.equal(dequantize(weight).cpu(), codes.float())
     assert len(set(codes.flatten().tolist())) == (255 if bits == 8 else 16)
-    assert torch.equal(quantized_linear(torch.eye(group, device=device, dtype=dtype), weight).cpu(), codes.T.to(dtype))
+    assert torch.equal(quantized_linear(torch.eye(GROUP, device=device, dtype=dtype), weight).cpu(), codes.T.to(dtype))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -116,13 +117,10 @@ def test_every_code_at_every_place_is_read_as_itself(bits: Bits, dtype: torch.dt
     num_inputs=st.integers(1, 700),
     num_outputs=st.integers(1, 70),
     bits=st.sampled_from(BITS),
-    group=st.sampled_from((64, 128)),
 )
-def test_any_size_is_right(
-    n: int, num_inputs: int, num_outputs: int, bits: Bits, group: int, device: torch.device
-) -> None:
+def test_any_size_is_right(n: int, num_inputs: int, num_outputs: int, bits: Bits, device: torch.device) -> None:
     x, wide, bias = _inputs(n, num_inputs, num_outputs, torch.float32, device)
-    weight = quantize(wide, bits, group)
+    weight = quantize(wide, bits)
     _assert_right(quantized_linear(x, weight, bias, config=SMALL), x, weight, bias)
 
 
@@ -182,7 +180,6 @@ def test_rounding_costs_what_the_bits_allow() -> None:
     weight = torch.randn(256, 1024)
     assert _error(weight, 8) < 0.01
     assert _error(weight, 4) < 0.12
-    assert _error(weight, 4, 64) < _error(weight, 4)
     for bits, step in ((8, 1 / 127), (4, 1 / 8)):
         quantized = quantize(weight, bits)  # type: ignore[arg-type]
         largest = weight.view(256, -1, 128).abs().amax(-1)
@@ -195,8 +192,8 @@ def test_rounding_costs_what_the_bits_allow() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_what_was_rounded_before_is_not_rounded_again(bits: Bits) -> None:
     torch.manual_seed(1)
-    once = dequantize(quantize(torch.randn(20, 300), bits, 64))
-    torch.testing.assert_close(dequantize(quantize(once, bits, 64)), once, rtol=2e-7, atol=0)
+    once = dequantize(quantize(torch.randn(20, 300), bits))
+    torch.testing.assert_close(dequantize(quantize(once, bits)), once, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -268,9 +265,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match="need"):
             quantized_linear(*arguments)
-    for bits, group in ((3, 128), (8, 32), (4, 100)):
-        with pytest.raises(ValueError, match="need 8 or 4 bits"):
-            quantize(wide, bits, group)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="need 8 or 4"):
+        quantize(wide, 3)  # type: ignore[arg-type]
 
 
 def test_variants_have_labels_of_their_own_and_arguments_in_order() -> None:
