@@ -67,8 +67,8 @@ class GpuSampler:
                 raw = logits.clone()
             self._edit(logits, sequences)
         tokens = self._draw(logits, sequences)
-        # A row that cannot be sampled has token -1, and log-probabilities nobody reads.
-        logprobs = None if num_top is None else top_logprobs(raw, tokens.clamp_min(0), num_top)
+        # A row that cannot be sampled has token -1, which has no log-probability, and nobody reads it.
+        logprobs = None if num_top is None else top_logprobs(raw, tokens, num_top)
         return Drawn(tokens, logprobs)
 
     def _draw(self, logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
