@@ -1,15 +1,10 @@
 """Matrix products for the deterministic mode: right, and the same bits for a row whatever is beside it."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import kernels.gpu.linear as module
 from kernels.gpu.linear import is_split, linear, linear_ref, num_segments, variants
@@ -19,20 +14,6 @@ from kernels.gpu.variant import ARCHS, Config
 TOLERANCES = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-11}
 # So few outputs in a tile that a product of moderate size has several.
 SMALL = Config({"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "GROUP_M": 4}, num_warps=4, num_stages=2)
-
-
-@pytest.fixture(autouse=True)
-def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tl.dot` as a device's: an element's additions are in one order wherever in its tile it is, and bf16 is a number."""
-
-    def create_dot(self: Any, a: Any, b: Any, acc: Any, *args: Any) -> TensorHandle:
-        a, b = (self.cast_impl(x, tl.float32).data for x in (a, b))
-        total = acc.data.copy()
-        for k in range(a.shape[1]):
-            total += np.outer(a[:, k], b[k])
-        return TensorHandle(total, acc.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def _assert_right(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -24,7 +24,7 @@ from kernels.gpu.quantized_linear import (
     variants,
 )
 from kernels.gpu.variant import ARCHS, Config
-from tests.gpu.test_linear import TOLERANCES, ordered_products  # noqa: F401 - a fixture
+from tests.gpu.test_linear import TOLERANCES
 
 Bits = Literal[8, 4]
 BITS: tuple[Bits, ...] = (8, 4)
