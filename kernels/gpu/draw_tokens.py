@@ -30,7 +30,7 @@ from torch import Tensor
 
 from core.sampling import uniform_draw
 from kernels.gpu.best_first import draw_best_first, next_above, nth_equal
-from kernels.gpu.variant import Arch, Config, Variant, arch_of
+from kernels.gpu.variant import GFX942, Arch, Config, Variant, arch_of
 
 MAX_TILES = 256  # in a row
 TILE = 2048
@@ -293,7 +293,7 @@ def draw_tokens(
 @functools.cache
 def _config(arch: Arch) -> Config:
     # As long as there are fewer rows than multiprocessors, a row's program has one to itself and may take all its registers.
-    return _layout(4, 2048, 8) if arch.backend == "hip" else _layout(4, 4096, 8)
+    return _layout(4, 2048, 8) if arch is GFX942 else _layout(4, 4096, 8)
 
 
 def _layout(bounds: int, scan: int, num_warps: int) -> Config:

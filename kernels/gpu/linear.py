@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.variant import TRITON_TYPES, Arch, Config, Variant, arch_of
+from kernels.gpu.variant import GFX942, SM_80, SM_90, TRITON_TYPES, Arch, Config, Variant, arch_of
 from kernels.linear import linear_ref
 
 __all__ = ["add_segments", "is_split", "linear", "linear_ref", "num_segments", "tile_of", "variants"]
@@ -226,15 +226,15 @@ def is_split(num_tiles: int, segments: int) -> bool:
 def _config(arch: Arch, dtype: torch.dtype) -> Config:
     if dtype == torch.float32:
         return Config(_tiles(64, 64, 16), num_warps=4, num_stages=3)
-    if arch.backend == "hip":
+    if arch is GFX942:
         return Config(_tiles(128, 128, 64), num_warps=8, num_stages=2)
-    if arch.name == "sm_80":
+    if arch is SM_80:
         return Config(_tiles(128, 128, 32), num_warps=8, num_stages=4)
     return Config(_tiles(128, 128, 64), num_warps=8, num_stages=3)
 
 
 def _candidates(arch: Arch, dtype: torch.dtype) -> tuple[Config, ...]:
-    if arch.name != "sm_90" or dtype != torch.bfloat16:
+    if arch is not SM_90 or dtype != torch.bfloat16:
         return ()
     return (
         Config(_tiles(128, 128, 64), num_warps=8, num_stages=4),

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.linear import add_segments, is_split, num_segments, tile_of
-from kernels.gpu.variant import TRITON_TYPES, Arch, Config, Variant, arch_of
+from kernels.gpu.variant import GFX942, SM_80, SM_90, SM_100, TRITON_TYPES, Arch, Config, Variant, arch_of
 from kernels.linear import linear_ref
 
 GROUP = 128  # inputs that share a scale; an output's last ones may be padded with zeros
@@ -297,17 +297,17 @@ def _config(arch: Arch, dtype: torch.dtype, bits: int, height: int) -> Config:
     if dtype == torch.float32:
         # With 64 outputs triton 3.7 gives sm_100's tensor cores the product in tf32, whatever precision is asked for.
         return Config(_tiles(16, 32), num_warps=4, num_stages=2)
-    if arch.backend == "hip":
+    if arch is GFX942:
         return Config(_tiles(height, 128), num_warps=4 if is_low else 8, num_stages=2)
-    if arch.name == "sm_80" and not is_low:
+    if arch is SM_80 and not is_low:
         return Config(_tiles(height, 64), num_warps=8, num_stages=3)
-    if arch.name == "sm_100" and bits == 4:
+    if arch is SM_100 and bits == 4:
         height = min(height, 64)  # the sums of 4 parts and their operands fill the tensor memory
     return Config(_tiles(height, 128), num_warps=4 if is_low else 8, num_stages=4 if is_low else 3)
 
 
 def _candidates(arch: Arch, dtype: torch.dtype, height: int) -> tuple[Config, ...]:
-    if arch.name != "sm_90" or dtype != torch.bfloat16:
+    if arch is not SM_90 or dtype != torch.bfloat16:
         return ()
     if height == 16:
         return (

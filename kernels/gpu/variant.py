@@ -9,9 +9,9 @@ import torch
 import triton
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arch:
-    """One kind of device, as far as tile sizes depend on it."""
+    """One kind of device, as far as tile sizes depend on it; there is one object of each."""
 
     name: str  # as the compiler calls it
     backend: str  # "cuda" or "hip"
