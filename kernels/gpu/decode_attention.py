@@ -14,14 +14,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.decode_attention import decode_attention_ref as decode_attention_ref
-from kernels.gpu.prefill_attention import dot_precision, load_blocks, load_tokens, token_offsets
+from kernels.gpu.prefill_attention import Ints, check_paged, dot_precision, load_blocks, load_tokens, token_offsets
 from kernels.gpu.variant import GFX942, TRITON_TYPES, Arch, Config, Variant, arch_of, round_up_to_power_of_2
-
-Ints = NDArray[np.int32]
 
 MAX_SPLITS = 32  # of one sequence: what one program merges at once
 _MIN_SPLIT_TOKENS = 256  # fewer would not pay for writing and merging their result
@@ -205,12 +202,9 @@ def decode_attention(
         ValueError: q's or kv's layout or dtype is another, or the count of heads is not a multiple of kv's.
     Source: Flash-Decoding (Dao et al., 2023) over the paged KV of PagedAttention (Kwon et al., SOSP 2023).
     """
+    check_paged(q, kv)
     n, num_heads, dim = q.shape
     _, _, num_kv_heads, block_tokens, _ = kv.shape
-    if kv.shape[-1] != dim or kv.dtype != q.dtype or num_heads % num_kv_heads:
-        raise ValueError(f"kv {tuple(kv.shape)} {kv.dtype} does not fit q {tuple(q.shape)} {q.dtype}")
-    if q.stride(2) != 1 or kv.stride(4) != 1 or kv.stride(3) != dim:
-        raise ValueError(f"need contiguous rows of q and heads of kv; got strides {q.stride()}, {kv.stride()}")
     if out is None:
         out = torch.empty((n, num_heads, dim), dtype=q.dtype, device=q.device)
     config = config or _config(arch_of(q.device), q.dtype, dim)

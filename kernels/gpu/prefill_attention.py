@@ -89,7 +89,7 @@ def load_tokens(base, offsets, columns, is_seen, DIM: tl.constexpr, IS_PADDED: t
 @triton.jit(do_not_specialize=["window"])
 def _prefill_attention_kernel(
     q_ptr, kv_ptr, out_ptr, tables_ptr, first_blocks_ptr, first_rows_ptr, starts_ptr, tiles_ptr, window,
-    stride_q_row, stride_q_head, stride_out_row, stride_block, stride_kv, stride_kv_head,
+    stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, IS_WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -167,7 +167,7 @@ def _prefill_attention_kernel(
             v_rest = load_tokens(keys_ptr + stride_kv + WIDTH, offsets, rest_columns, is_seen, DIM, False)
             acc_rest = tl.dot(weights, v_rest, acc_rest * decay[:, None], input_precision=PRECISION)
 
-    out_rows = rows * stride_out_row + heads * DIM
+    out_rows = (rows * NUM_HEADS + heads) * DIM
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_rows[:, None] + columns[None, :], out, mask=is_stored[:, None] & (columns < DIM)[None, :])
     if REST:
@@ -207,12 +207,9 @@ def prefill_attention(
         ValueError: q's or kv's layout or dtype is another, or a count of heads is not a multiple of kv's.
     Source: FlashAttention-2 (Dao, ICLR 2024) over the paged KV of PagedAttention (Kwon et al., SOSP 2023).
     """
+    check_paged(q, kv)
     _, num_heads, dim = q.shape
     _, _, num_kv_heads, block_tokens, _ = kv.shape
-    if kv.shape[-1] != dim or kv.dtype != q.dtype or num_heads % num_kv_heads:
-        raise ValueError(f"kv {tuple(kv.shape)} {kv.dtype} does not fit q {tuple(q.shape)} {q.dtype}")
-    if q.stride(2) != 1 or kv.stride(4) != 1 or kv.stride(3) != dim:
-        raise ValueError(f"need contiguous rows of q and heads of kv; got strides {q.stride()}, {kv.stride()}")
     if out is None:
         out = torch.empty((len(q), num_heads, dim), dtype=q.dtype, device=q.device)
     config = config or _config(arch_of(q.device), q.dtype, dim)
@@ -232,7 +229,6 @@ def prefill_attention(
             window or 0,
             q.stride(0),
             q.stride(1),
-            out.stride(0),
             kv.stride(0),
             kv.stride(1),
             kv.stride(2),
@@ -346,7 +342,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
         "PRECISION": dot_precision(dtype),
         **config.tiles,
     }
-    strides = ("stride_q_row", "stride_q_head", "stride_out_row", "stride_block", "stride_kv", "stride_kv_head")
+    strides = ("stride_q_row", "stride_q_head", "stride_block", "stride_kv", "stride_kv_head")
     return Variant(
         kernel=_prefill_attention_kernel,
         label=label,
@@ -366,3 +362,16 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
 def dot_precision(dtype: torch.dtype) -> str:
     """How `tl.dot` multiplies: float32 as it is; of 16-bit elements products are exact either way."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def check_paged(q: Tensor, kv: Tensor) -> None:
+    """Refuse queries [n, heads, dim] and a cache [blocks, 2, kv_heads, block_tokens, dim] that no kernel here reads.
+
+    Raises:
+        ValueError: q's or kv's layout or dtype is another, or the count of heads is not a multiple of kv's.
+    """
+    _, num_heads, dim = q.shape
+    if kv.shape[-1] != dim or kv.dtype != q.dtype or num_heads % kv.shape[2]:
+        raise ValueError(f"kv {tuple(kv.shape)} {kv.dtype} does not fit q {tuple(q.shape)} {q.dtype}")
+    if q.stride(2) != 1 or kv.stride(4) != 1 or kv.stride(3) != dim:
+        raise ValueError(f"need contiguous rows of q and heads of kv; got strides {q.stride()}, {kv.stride()}")
