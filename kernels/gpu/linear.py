@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.gpu.variant import GFX942, SM_80, SM_90, TRITON_TYPES, Arch, Config, Variant, arch_of
 from kernels.linear import linear_ref
 
-__all__ = ["add_segments", "is_split", "linear", "linear_ref", "num_segments", "tile_of", "variants"]
+__all__ = ["linear", "linear_ref", "multiply", "num_segments", "should_split", "tile_of", "variants"]
 
 _ENOUGH_PROGRAMS = 384  # to keep a device busy: the largest have 132 to 304 multiprocessors
 _MIN_SEGMENT_INPUTS = 256  # below, a program would wait for its first loads more than it computes
@@ -149,54 +149,77 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config
         ValueError: shapes, strides or dtypes do not fit.
     Source: batch-invariant products (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
     """
-    (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
-    if weight.shape[1] != num_inputs or x.dtype != weight.dtype or x.stride(1) != 1 or weight.stride(1) != 1:
+    num_outputs, num_inputs = weight.shape
+    if x.shape[1] != num_inputs or x.dtype != weight.dtype or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(
             f"need rows of one size, dtype and contiguous elements; got x {tuple(x.shape)} {x.stride()} {x.dtype}, "
             f"weight {tuple(weight.shape)} {weight.stride()} {weight.dtype}"
         )
+    if config is None:
+        config = _config(arch_of(x.device), x.dtype)
+    segments = num_segments(num_inputs, num_outputs, config.tiles["BLOCK_N"], _MAX_SEGMENTS)
+    constants = {"SEGMENTS": segments, "IS_WHOLE": num_inputs % config.tiles["BLOCK_K"] == 0}
+    return multiply(_linear_kernel, x, (weight,), bias, num_outputs, config, constants, (weight.stride(0),))
+
+
+def multiply(
+    kernel: Any,
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    bias: Tensor | None,
+    num_outputs: int,
+    config: Config,
+    constants: dict[str, int],
+    weight_strides: tuple[int, ...] = (),
+) -> Tensor:
+    """Launch a kernel of products: a program for each tile, or where there are few for each segment of it.
+
+    Args:
+        kernel: of these arguments in the order of `_linear_kernel`.
+        x: [n, in].
+        weights: what it reads of them.
+        bias: [num_outputs], contiguous, x's dtype; or None.
+        num_outputs: of the weights.
+        config: tile sizes.
+        constants: the others, SEGMENTS among them, but IS_SPLIT.
+        weight_strides: what it takes after x's.
+    Returns:
+        [n, num_outputs], contiguous, in x's dtype.
+    Raises:
+        ValueError: `bias` does not fit.
+    """
     if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != x.dtype or bias.stride(0) != 1):
         raise ValueError(f"need a bias [{num_outputs}] {x.dtype}; got {tuple(bias.shape)} {bias.dtype}")
+    num_rows, num_inputs = x.shape
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    if config is None:
-        config = _config(arch_of(x.device), x.dtype)
-    tiles = config.tiles
-    segments = num_segments(num_inputs, num_outputs, tiles["BLOCK_N"], _MAX_SEGMENTS)
-    num_tiles = -(-num_rows // tiles["BLOCK_M"]) * -(-num_outputs // tiles["BLOCK_N"])
-    is_apart = is_split(num_tiles, segments)
-    partials = torch.empty((segments, *out.shape), dtype=torch.float32, device=x.device) if is_apart else None
-    _linear_kernel[(num_tiles, segments if is_apart else 1)](
+    num_tiles = -(-num_rows // config.tiles["BLOCK_M"]) * -(-num_outputs // config.tiles["BLOCK_N"])
+    segments = constants["SEGMENTS"]
+    is_split = should_split(num_tiles, segments)
+    partials = torch.empty((segments, *out.shape), dtype=torch.float32, device=x.device) if is_split else None
+    kernel[(num_tiles, segments if is_split else 1)](
         x,
-        weight,
-        None if is_apart else bias,
+        *weights,
+        None if is_split else bias,
         out if partials is None else partials,
         num_rows,
         num_inputs,
         num_outputs,
         x.stride(0),
-        weight.stride(0),
-        **tiles,
-        SEGMENTS=segments,
-        IS_SPLIT=is_apart,
-        IS_WHOLE=num_inputs % tiles["BLOCK_K"] == 0,
+        *weight_strides,
+        **config.tiles,
+        **constants,
+        IS_SPLIT=is_split,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     if partials is not None:
-        add_segments(partials, bias, out)
+        _add_segments(partials, bias, out)
     return out
 
 
-def add_segments(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write the sum of the segments, in their order, and the bias, rounded once.
-
-    Args:
-        partials: [segments, n, out] float32, contiguous; n at least 1.
-        bias: [out], contiguous, any dtype; or None.
-        out: [n, out], contiguous.
-    """
+def _add_segments(partials: Tensor, bias: Tensor | None, out: Tensor) -> None:
     segments, num_rows, num_outputs = partials.shape
     grid = (num_rows, -(-num_outputs // _SUM_COLUMNS))
     _sum_kernel[grid](
@@ -217,7 +240,7 @@ def num_segments(num_inputs: int, num_outputs: int, block_n: int, most: int) -> 
     return segments
 
 
-def is_split(num_tiles: int, segments: int) -> bool:
+def should_split(num_tiles: int, segments: int) -> bool:
     """Whether segments get a program each. It decides who adds, not in which order."""
     return segments > 1 and num_tiles * 2 <= _ENOUGH_PROGRAMS
 
@@ -275,15 +298,15 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 
 def _variant(dtype: torch.dtype, config: Config, shape: str, is_chosen: bool) -> Variant:
-    kind, tiles, is_apart = TRITON_TYPES[dtype], config.tiles, shape == "split"
+    kind, tiles, is_split = TRITON_TYPES[dtype], config.tiles, shape == "split"
     constants: dict[str, Any] = {
         **tiles,
         "SEGMENTS": 1 if shape.startswith("one") else 4,
-        "IS_SPLIT": is_apart,
+        "IS_SPLIT": is_split,
         "IS_WHOLE": True,
     }
     types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr"), f"*{kind}")
-    types |= {"out_ptr": "*fp32" if is_apart else f"*{kind}"}
+    types |= {"out_ptr": "*fp32" if is_split else f"*{kind}"}
     types |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "x_stride", "weight_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
     if not shape.endswith("bias"):

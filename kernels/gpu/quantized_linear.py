@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.linear import add_segments, is_split, num_segments, tile_of
+from kernels.gpu.linear import multiply, num_segments, tile_of
 from kernels.gpu.variant import GFX942, SM_80, SM_90, SM_100, TRITON_TYPES, Arch, Config, Variant, arch_of
 from kernels.linear import linear_ref
 
@@ -248,47 +248,19 @@ def quantized_linear(
     Source: products in registers as Marlin's (Frantar et al., PPoPP 2025), here with exact codes and float32 scales.
     """
     num_rows, num_inputs = x.shape
-    num_outputs = weight.num_outputs
     if num_inputs != weight.num_inputs or x.stride(1) != 1 or x.dtype not in TRITON_TYPES or not x.is_floating_point():
         raise ValueError(
             f"need rows of {weight.num_inputs} contiguous floats; got x {tuple(x.shape)} {x.stride()} {x.dtype}"
         )
-    if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != x.dtype or bias.stride(0) != 1):
-        raise ValueError(f"need a bias [{num_outputs}] {x.dtype}; got {tuple(bias.shape)} {bias.dtype}")
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    if num_rows == 0:
-        return out
     has_many_rows = num_rows > _SOME_ROWS and not is_deterministic
     if config is None:
         height = 128 if has_many_rows else 64 if is_deterministic or num_rows > _FEW_ROWS else 16
         config = _config(arch_of(x.device), x.dtype, weight.bits, height)
-    tiles = config.tiles
-    segments = 1 if has_many_rows else num_segments(num_inputs, num_outputs, tiles["BLOCK_N"], _MAX_SEGMENTS)
-    num_tiles = -(-num_rows // tiles["BLOCK_M"]) * -(-num_outputs // tiles["BLOCK_N"])
-    is_apart = is_split(num_tiles, segments)
-    partials = torch.empty((segments, *out.shape), dtype=torch.float32, device=x.device) if is_apart else None
-    _quantized_linear_kernel[(num_tiles, segments if is_apart else 1)](
-        x,
-        weight.codes,
-        weight.scales,
-        None if is_apart else bias,
-        out if partials is None else partials,
-        num_rows,
-        num_inputs,
-        num_outputs,
-        x.stride(0),
-        **tiles,
-        GROUP=GROUP,
-        BITS=weight.bits,
-        SEGMENTS=segments,
-        IS_SPLIT=is_apart,
-        IS_WHOLE=num_inputs % GROUP == 0,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    if partials is not None:
-        add_segments(partials, bias, out)
-    return out
+    most = 1 if has_many_rows else _MAX_SEGMENTS
+    segments = num_segments(num_inputs, weight.num_outputs, config.tiles["BLOCK_N"], most)
+    constants = {"GROUP": GROUP, "BITS": weight.bits, "SEGMENTS": segments, "IS_WHOLE": num_inputs % GROUP == 0}
+    packed = (weight.codes, weight.scales)
+    return multiply(_quantized_linear_kernel, x, packed, bias, weight.num_outputs, config, constants)
 
 
 @functools.cache
@@ -342,11 +314,11 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 
 def _variant(dtype: torch.dtype, bits: int, config: Config, shape: str, is_chosen: bool) -> Variant:
-    kind, tiles, is_apart = TRITON_TYPES[dtype], config.tiles, shape == "split"
+    kind, tiles, is_split = TRITON_TYPES[dtype], config.tiles, shape == "split"
     constants: dict[str, Any] = {**tiles, "GROUP": GROUP, "BITS": bits, "SEGMENTS": 1 if shape.startswith("one") else 4}
-    constants |= {"IS_SPLIT": is_apart, "IS_WHOLE": True}
+    constants |= {"IS_SPLIT": is_split, "IS_WHOLE": True}
     types = {"x_ptr": f"*{kind}", "codes_ptr": "*i32", "scales_ptr": "*fp32", "bias_ptr": f"*{kind}"}
-    types |= {"out_ptr": "*fp32" if is_apart else f"*{kind}"}
+    types |= {"out_ptr": "*fp32" if is_split else f"*{kind}"}
     types |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "x_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
     if not shape.endswith("bias"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.gpu.linear as module
-from kernels.gpu.linear import is_split, linear, linear_ref, num_segments, variants
+from kernels.gpu.linear import linear, linear_ref, num_segments, should_split, variants
 from kernels.gpu.variant import ARCHS, Config
 
 # One place of the result: of bf16 the interpreter cuts the rest off where a device rounds.
@@ -82,8 +82,8 @@ def test_segments_in_one_program_and_in_one_each_are_the_same_bits(
     x, weight, bias = _inputs(40, num_inputs, 50, torch.float32, device)
     segments = num_segments(num_inputs, 50, 32, 4)
     assert segments == 4
-    assert is_split(1 * 2, segments)
-    assert not is_split(3 * 2, segments)
+    assert should_split(1 * 2, segments)
+    assert not should_split(3 * 2, segments)
     whole = linear(x, weight, bias, SMALL)
     _assert_right(whole, x, weight, bias)
     for first, end in ((0, 1), (24, 40), (39, 40)):

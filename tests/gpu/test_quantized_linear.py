@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import kernels.gpu.linear
-import kernels.gpu.quantized_linear
 from kernels.gpu.quantized_linear import (
     GROUP,
     QuantizedWeight,
@@ -129,23 +128,23 @@ def test_any_size_is_right(n: int, num_inputs: int, num_outputs: int, bits: Bits
 def test_a_deterministic_row_is_the_same_bits_alone_and_in_any_batch(
     bits: Bits, dtype: torch.dtype, device: torch.device, poisoned_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apart = []  # segments and rows of each call whose segments had a program each
+    split, add = [], kernels.gpu.linear._add_segments
 
     def add_segments(partials: Tensor, *rest: Any) -> None:
-        apart.append(tuple(partials.shape[:2]))
-        kernels.gpu.linear.add_segments(partials, *rest)
+        split.append(tuple(partials.shape[:2]))  # segments and rows
+        add(partials, *rest)
 
-    monkeypatch.setattr(kernels.gpu.quantized_linear, "add_segments", add_segments)
+    monkeypatch.setattr(kernels.gpu.linear, "_add_segments", add_segments)
     # Two segments, one after the other from the second tile on.
     monkeypatch.setattr(kernels.gpu.linear, "_ENOUGH_PROGRAMS", 3)
     x, wide, bias = _inputs(100, 512, 30, dtype, device)
     weight = quantize(wide, bits)
     whole = quantized_linear(x, weight, bias, is_deterministic=True)
     _assert_right(whole, x, weight, bias)
-    assert apart == []
+    assert split == []
     for first, end in ((0, 1), (99, 100), (50, 67)):
         assert torch.equal(quantized_linear(x[first:end], weight, bias, is_deterministic=True), whole[first:end])
-    assert apart[:2] == [(2, 1), (2, 1)]
+    assert split[:2] == [(2, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("num_inputs", [1024, 1300])  # whole segments, and a last one that is shorter
