@@ -9,6 +9,7 @@ bits depend on nothing but its sequence.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,12 +205,9 @@ def decode_attention(
     """
     check_paged(q, kv)
     n, num_heads, dim = q.shape
-    _, _, num_kv_heads, block_tokens, _ = kv.shape
     if out is None:
         out = torch.empty((n, num_heads, dim), dtype=q.dtype, device=q.device)
     config = config or _config(arch_of(q.device), q.dtype, dim)
-    group = num_heads // num_kv_heads
-    width = round_up_to_power_of_2(dim)
     _decode_attention_kernel[(num_programs,)](
         q,
         kv,
@@ -225,14 +223,7 @@ def decode_attention(
         kv.stride(0),
         kv.stride(1),
         kv.stride(2),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        GROUP_TILE=max(16, round_up_to_power_of_2(group)),
-        DIM=dim,
-        WIDTH=width,
-        BLOCK_TOKENS=block_tokens,
-        SCRATCH_ROW=dim + _STATISTICS,
-        PRECISION=dot_precision(q.dtype),
+        **_constants(num_heads, kv.shape[2], dim, kv.shape[3], q.dtype),
         **config.tiles,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -241,15 +232,37 @@ def decode_attention(
         scratch,
         first_items,
         out,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        WIDTH=width,
-        SCRATCH_ROW=dim + _STATISTICS,
-        SPLITS=MAX_SPLITS,
+        **_merge_constants(num_heads, dim),
         num_warps=_MERGE.num_warps,
         num_stages=_MERGE.num_stages,
     )
     return out
+
+
+@functools.cache
+def _constants(num_heads: int, num_kv_heads: int, dim: int, block_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    group = num_heads // num_kv_heads
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "GROUP_TILE": max(16, round_up_to_power_of_2(group)),
+        "DIM": dim,
+        "WIDTH": round_up_to_power_of_2(dim),
+        "BLOCK_TOKENS": block_tokens,
+        "SCRATCH_ROW": dim + _STATISTICS,
+        "PRECISION": dot_precision(dtype),
+    }
+
+
+@functools.cache
+def _merge_constants(num_heads: int, dim: int) -> dict[str, int]:
+    return {
+        "NUM_HEADS": num_heads,
+        "DIM": dim,
+        "WIDTH": round_up_to_power_of_2(dim),
+        "SCRATCH_ROW": dim + _STATISTICS,
+        "SPLITS": MAX_SPLITS,
+    }
 
 
 @functools.cache
@@ -297,17 +310,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_chosen: bool) -> V
     label = f"d{dim}-{TRITON_TYPES[dtype]}"
     if not is_chosen:
         label += f"-n{config.tiles['BLOCK_N']}w{config.num_warps}s{config.num_stages}"
-    constants = {
-        "NUM_KV_HEADS": 8,
-        "GROUP": 4,
-        "GROUP_TILE": 16,
-        "DIM": dim,
-        "WIDTH": round_up_to_power_of_2(dim),
-        "BLOCK_TOKENS": 16,
-        "SCRATCH_ROW": dim + _STATISTICS,
-        "PRECISION": dot_precision(dtype),
-        **config.tiles,
-    }
+    constants = {**_constants(32, 8, dim, 16, dtype), **config.tiles}
     indices = ("tables_ptr", "first_blocks_ptr", "items_ptr", "first_items_ptr", "num_items_ptr")
     strides = ("stride_q_row", "stride_q_head", "stride_block", "stride_kv", "stride_kv_head")
     return Variant(
@@ -328,13 +331,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_chosen: bool) -> V
 
 
 def _merge_variant(dtype: torch.dtype, dim: int) -> Variant:
-    constants = {
-        "NUM_HEADS": 32,
-        "DIM": dim,
-        "WIDTH": round_up_to_power_of_2(dim),
-        "SCRATCH_ROW": dim + _STATISTICS,
-        "SPLITS": MAX_SPLITS,
-    }
+    constants = _merge_constants(32, dim)
     pointers = {"scratch_ptr": "*fp32", "first_items_ptr": "*i32", "out_ptr": f"*{TRITON_TYPES[dtype]}"}
     return Variant(
         kernel=_merge_items_kernel,

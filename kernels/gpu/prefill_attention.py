@@ -9,6 +9,7 @@ it may see nothing changes nothing.
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,15 +210,12 @@ def prefill_attention(
     """
     check_paged(q, kv)
     _, num_heads, dim = q.shape
-    _, _, num_kv_heads, block_tokens, _ = kv.shape
     if out is None:
         out = torch.empty((len(q), num_heads, dim), dtype=q.dtype, device=q.device)
     config = config or _config(arch_of(q.device), q.dtype, dim)
-    group = num_heads // num_kv_heads
-    packed = packed_heads(group)
-    width, rest = split_dim(dim)
+    constants = _constants(num_heads, kv.shape[2], dim, kv.shape[3], window is not None, q.dtype)
     if len(tiles):
-        _prefill_attention_kernel[(len(tiles) * (num_heads // packed),)](
+        _prefill_attention_kernel[(len(tiles) * (num_heads // constants["PACKED"]),)](
             q,
             kv,
             out,
@@ -232,15 +230,7 @@ def prefill_attention(
             kv.stride(0),
             kv.stride(1),
             kv.stride(2),
-            NUM_HEADS=num_heads,
-            GROUP=group,
-            PACKED=packed,
-            DIM=dim,
-            BLOCK_TOKENS=block_tokens,
-            WIDTH=width,
-            REST=rest,
-            IS_WINDOWED=window is not None,
-            PRECISION=dot_precision(q.dtype),
+            **constants,
             **config.tiles,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -273,12 +263,29 @@ def tile_rows(arch: Arch, dtype: torch.dtype, dim: int, queries_per_kv: int) -> 
 
 
 @functools.cache
+def _constants(
+    num_heads: int, num_kv_heads: int, dim: int, block_tokens: int, is_windowed: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    group = num_heads // num_kv_heads
+    width, rest = split_dim(dim)
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "PACKED": packed_heads(group),
+        "DIM": dim,
+        "BLOCK_TOKENS": block_tokens,
+        "WIDTH": width,
+        "REST": rest,
+        "IS_WINDOWED": is_windowed,
+        "PRECISION": dot_precision(dtype),
+    }
+
+
 def packed_heads(queries_per_kv: int) -> int:
     """Query heads of one KV head in one tile: the most that divide all of them."""
     return max(heads for heads in range(1, _MAX_PACKED_HEADS + 1) if queries_per_kv % heads == 0)
 
 
-@functools.cache
 def split_dim(dim: int) -> tuple[int, int]:
     """A head's dimensions as one or two powers of two, since products take no other sizes: 80 is 64 and 16, not 128."""
     width = round_up_to_power_of_2(dim)
@@ -329,19 +336,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
     label = f"d{dim}-{TRITON_TYPES[dtype]}" + "-window" * is_windowed
     if not is_chosen:
         label += f"-m{config.tiles['BLOCK_M']}n{config.tiles['BLOCK_N']}w{config.num_warps}s{config.num_stages}"
-    width, rest = split_dim(dim)
-    constants = {
-        "NUM_HEADS": 32,
-        "GROUP": 4,
-        "PACKED": packed_heads(4),
-        "DIM": dim,
-        "BLOCK_TOKENS": 16,
-        "WIDTH": width,
-        "REST": rest,
-        "IS_WINDOWED": is_windowed,
-        "PRECISION": dot_precision(dtype),
-        **config.tiles,
-    }
+    constants = {**_constants(32, 8, dim, 16, is_windowed, dtype), **config.tiles}
     strides = ("stride_q_row", "stride_q_head", "stride_block", "stride_kv", "stride_kv_head")
     return Variant(
         kernel=_prefill_attention_kernel,

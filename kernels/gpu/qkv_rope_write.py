@@ -284,6 +284,7 @@ def _variant(
     label += "-norm" if has_norm else ""
     label += "" if is_chosen else f"-h{config.tiles['TILE_HEADS']}w{config.num_warps}"
     strides = ("block_stride", "kind_stride", "head_stride", "token_stride")
+    constants = {"HEADS": _HEADS[0], "KV_HEADS": _HEADS[1], "DIM": dim, "HALF": half, **config.tiles}
     return Variant(
         kernel=_qkv_rope_write_kernel,
         label=label,
@@ -300,12 +301,9 @@ def _variant(
             "q_ptr": pointer,
             "eps": "fp32",
             **dict.fromkeys(strides, "i32"),
-            **dict.fromkeys(
-                ("HEADS", "KV_HEADS", "DIM", "HALF", "HALF_LANES", "REST_LANES", "TILE_HEADS"), "constexpr"
-            ),
+            **dict.fromkeys(constants, "constexpr"),
         },
-        constants={"HEADS": _HEADS[0], "KV_HEADS": _HEADS[1], "DIM": dim, "HALF": half, **config.tiles}
-        | ({} if has_norm else {"q_norm_ptr": None, "k_norm_ptr": None}),
+        constants=constants if has_norm else {**constants, "q_norm_ptr": None, "k_norm_ptr": None},
         config=config,
         is_chosen=is_chosen,
         aligned=frozenset(strides),
