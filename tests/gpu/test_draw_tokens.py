@@ -21,9 +21,6 @@ from tests.logit_rows import logits_of
 INF, NAN = math.inf, math.nan
 BORDER = 1e-5
 
-# The interpreter computes lanes that `where` drops, with numpy, which warns of them.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
 # Many tiles of a small row, and a list so short that an edge often lies beyond it.
 SMALL = Config(
     {"TILE": 128, "TILES": 64, "WORK": 2 * 64 + 2 * 32, "SCAN": 256, "BOUNDS": 4, "LIST": 32, "LIST_SCAN": 16},

@@ -15,9 +15,6 @@ from core.sampling import SamplingParams
 from engine.token_counts import TokenCounts
 from kernels.gpu.edit_logits import edit_logits, edit_logits_ref
 
-# The interpreter computes lanes that a mask or `where` drops, with numpy, which warns of them.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-
 INF = math.inf
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kernels.gpu.linear as module
-from kernels.gpu.linear import linear, linear_ref, num_segments, should_split, variants
-from kernels.gpu.variant import ARCHS, Config
+from kernels.gpu.linear import linear, linear_ref, num_segments, should_split
+from kernels.gpu.variant import Config
 
 # One place of the result: of bf16 the interpreter cuts the rest off where a device rounds.
 TOLERANCES = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-11}
@@ -115,7 +115,6 @@ def test_what_lies_around_the_operands_never_reaches_a_result(device: torch.devi
     assert torch.equal(out, linear(x, weight, bias))
 
 
-@pytest.mark.filterwarnings("ignore:invalid")  # of the interpreter's numpy
 def test_a_nan_stays_in_its_row_and_in_its_column(device: torch.device) -> None:
     x, weight, bias = _inputs(20, 64, 50, torch.float32, device)
     x[3, 5], weight[7, 60] = torch.nan, torch.inf
@@ -147,12 +146,3 @@ def test_segments_follow_from_the_shape_of_the_weights_alone() -> None:
     assert num_segments(4096, 49152, 128, 8) == 1  # tiles enough
     assert num_segments(100, 100, 128, 8) == 1  # too short to cut
     assert [num_segments(inputs, 576, 128, 8) for inputs in (511, 512, 1024, 2048, 1 << 20)] == [1, 2, 4, 8, 8]
-
-
-def test_variants_have_labels_of_their_own_and_arguments_in_order() -> None:
-    for arch in ARCHS:
-        forms = list(variants(arch))
-        assert len({(form.kernel, form.label) for form in forms}) == len(forms)
-        for form in forms:
-            assert list(form.signature) == list(form.kernel.arg_names)
-            assert {name for name, kind in form.signature.items() if kind == "constexpr"} == set(form.constants)

@@ -121,8 +121,9 @@ def test_no_tiles_are_no_work(device: torch.device) -> None:
     block_tokens=st.sampled_from([1, 4, 16, 128]),
     window=st.none() | st.integers(1, 200),
 )
-def test_any_batch_is_the_reference(chunks: list[tuple[int, int]], block_tokens: int, window: int | None) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def test_any_batch_is_the_reference(
+    chunks: list[tuple[int, int]], block_tokens: int, window: int | None, device: torch.device
+) -> None:
     torch.manual_seed(0)
     assert_is_reference(paged(device, chunks, (2, 1), block_tokens=block_tokens, window=window), window)
 

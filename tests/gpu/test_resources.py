@@ -12,6 +12,7 @@ from bench.kernels.ahead_of_time import Compiled, Key
 from bench.kernels.compiler import parse_amdgcn, parse_ptxas
 from bench.kernels.occupancy import Resources, resident_programs
 from kernels.gpu.decode_attention import _per_multiprocessor
+from kernels.gpu.registry import all_variants
 from kernels.gpu.variant import ARCHS, GFX942, SM_80, SM_90, SM_100, TRITON_TYPES, Arch
 
 
@@ -157,3 +158,12 @@ def test_decode_attention_launches_no_more_programs_than_run_at_once(arch: Arch,
     key = Key(arch.name, "decode_attention", "_decode_attention_kernel", f"d{dim}-{TRITON_TYPES[dtype]}")
     resident = resources.read().results[key].programs
     assert min(resident, 2) <= _per_multiprocessor(arch, dtype, dim) <= resident
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_variants_have_labels_of_their_own_and_arguments_in_order(arch: Arch) -> None:
+    forms = list(all_variants(arch))
+    assert len({(op, form.kernel.__name__, form.label) for op, form in forms}) == len(forms)
+    for _, form in forms:
+        assert list(form.signature) == list(form.kernel.arg_names)
+        assert {name for name, kind in form.signature.items() if kind == "constexpr"} == set(form.constants)

@@ -11,9 +11,6 @@ from kernels.gpu.top_logprobs import MAX_VOCAB, top_logprobs, top_logprobs_ref
 
 INF, NAN = math.inf, math.nan
 
-# The interpreter computes lanes that `where` drops, with numpy, which warns of them.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
 
 def assert_right(logits: Tensor, tokens: list[int], num_top: int, device: torch.device) -> None:
     """Ids exactly, values to a rounding or two."""
