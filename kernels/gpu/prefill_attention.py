@@ -90,7 +90,7 @@ def load_tokens(base, offsets, columns, is_seen, DIM: tl.constexpr, IS_PADDED: t
 @triton.jit(do_not_specialize=["window"])
 def _prefill_attention_kernel(
     q_ptr, kv_ptr, out_ptr, tables_ptr, first_blocks_ptr, first_rows_ptr, starts_ptr, tiles_ptr, window,
-    stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head,
+    stride_q_row, stride_q_head, stride_out_row, stride_block, stride_kv, stride_kv_head,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, IS_WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -168,7 +168,7 @@ def _prefill_attention_kernel(
             v_rest = load_tokens(keys_ptr + stride_kv + WIDTH, offsets, rest_columns, is_seen, DIM, False)
             acc_rest = tl.dot(weights, v_rest, acc_rest * decay[:, None], input_precision=PRECISION)
 
-    out_rows = (rows * NUM_HEADS + heads) * DIM
+    out_rows = rows * stride_out_row + heads * DIM  # as constants they take more registers
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_rows[:, None] + columns[None, :], out, mask=is_stored[:, None] & (columns < DIM)[None, :])
     if REST:
@@ -227,6 +227,7 @@ def prefill_attention(
             window or 0,
             q.stride(0),
             q.stride(1),
+            out.stride(0),
             kv.stride(0),
             kv.stride(1),
             kv.stride(2),
@@ -337,7 +338,7 @@ def _variant(config: Config, dtype: torch.dtype, dim: int, is_windowed: bool, is
     if not is_chosen:
         label += f"-m{config.tiles['BLOCK_M']}n{config.tiles['BLOCK_N']}w{config.num_warps}s{config.num_stages}"
     constants = {**_constants(32, 8, dim, 16, is_windowed, dtype), **config.tiles}
-    strides = ("stride_q_row", "stride_q_head", "stride_block", "stride_kv", "stride_kv_head")
+    strides = ("stride_q_row", "stride_q_head", "stride_out_row", "stride_block", "stride_kv", "stride_kv_head")
     return Variant(
         kernel=_prefill_attention_kernel,
         label=label,
